@@ -1,0 +1,114 @@
+"""What can go wrong, sorted by what the caller can do about it.
+
+Every error of the library is an :class:`AsyncSyncError`. Those that end a weight update are also a
+:class:`WeightUpdateError`, so ``except WeightUpdateError`` is the one clause a training loop needs: the error says
+in which phase the update ended and what became of each engine, and the next update may simply be tried.
+
+Errors travel between processes by pickle: each is rebuilt from its message, and its attributes follow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from asyncsync.report import EngineOutcome
+
+
+class AsyncSyncError(Exception):
+    """Base of every error that asyncsync raises on purpose."""
+
+
+class PlanError(AsyncSyncError, ValueError):
+    """The weights do not fit: names, shapes or dtypes that differ, or tensors that cannot be sent.
+
+    Raised before the first byte is sent; every engine goes on serving what it had.
+
+    Attributes:
+        names: The tensors concerned, sorted.
+    """
+
+    def __init__(self, message: str, *, names: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.names = tuple(names)
+
+
+class NotReadyError(AsyncSyncError):
+    """There is no whole set of weights to generate with (yet): update first, or pass ``initial_version``."""
+
+
+class ClosedError(AsyncSyncError):
+    """The object was closed with ``aclose()`` and cannot be used again."""
+
+
+class EventLoopError(AsyncSyncError, RuntimeError):
+    """The object belongs to another event loop than the one that is running."""
+
+
+class MemorySaverError(AsyncSyncError):
+    """torch_memory_saver cannot give the guard that was asked for."""
+
+
+class LockError(AsyncSyncError):
+    """A rollout lock cannot be had, or a lease on one was lost."""
+
+
+class LockTimeoutError(LockError, TimeoutError):
+    """A rollout lock was not free in time; the message names its holder."""
+
+
+class WeightUpdateError(AsyncSyncError):
+    """A weight update did not succeed everywhere.
+
+    Attributes:
+        weight_version: The version the update was to publish.
+        phase: The phase of the transaction that failed (``"connect"``, ``"transfer"``, …).
+        outcomes: One :class:`asyncsync.EngineOutcome` per engine: who holds what now.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.weight_version: int | None = None
+        self.phase: str | None = None
+        self.outcomes: tuple[EngineOutcome, ...] = ()
+
+
+class WeightUpdateTimeoutError(WeightUpdateError, TimeoutError):
+    """The update, or its phase, took longer than it may."""
+
+
+class ConnectError(WeightUpdateError):
+    """The data plane could not be set up; nothing is left half-open, nothing was sent."""
+
+
+class TransferError(WeightUpdateError):
+    """The bytes did not arrive whole.
+
+    Attributes:
+        bucket: Index of the bucket in transit, if it is known.
+    """
+
+    def __init__(self, message: str, *, bucket: int | None = None) -> None:
+        super().__init__(message)
+        self.bucket = bucket
+
+
+class TrainerError(WeightUpdateError):
+    """The trainer failed at its part of the update; its own error is the ``__cause__``."""
+
+
+class EngineError(WeightUpdateError):
+    """A rollout engine failed at its part of the update; its own error is the ``__cause__``.
+
+    Attributes:
+        engine: The engine's name.
+    """
+
+    def __init__(self, message: str, *, engine: str | None = None) -> None:
+        super().__init__(message)
+        self.engine = engine
+
+
+class TaintedEngineError(EngineError):
+    """This engine holds part of an update: it serves nobody until a whole update repairs it."""

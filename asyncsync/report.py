@@ -1,0 +1,88 @@
+"""What an update did, as values: the outcome per engine, and the :class:`WeightUpdate` that sums them up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class EngineState(StrEnum):
+    """Where an update left an engine."""
+
+    UPDATED = "updated"
+    """It holds the new version, whole."""
+    UNCHANGED = "unchanged"
+    """It holds the weights it held before, whole."""
+    TAINTED = "tainted"
+    """It took part of the update and did not finish: paused until a whole update repairs it."""
+    LOST = "lost"
+    """It does not answer any more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOutcome:
+    """What became of one engine in one update.
+
+    Attributes:
+        engine: The engine's name.
+        state: Where the update left it.
+        weight_version: The version it holds; None if it holds no whole version, or never said.
+        digest: The digest of the weights it confirmed (32 hex digits), if it got that far.
+        error: What it failed with, in words.
+    """
+
+    engine: str
+    state: EngineState
+    weight_version: int | None = None
+    digest: str | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightUpdate:
+    """The result of one successful weight update.
+
+    Attributes:
+        version: The weight version that was published.
+        outcomes: One per engine.
+        tensors: Distinct tensors sent (tied names count once).
+        tensors_changed: How many of them differ, by digest, from the last published version (all, in the first).
+        buckets: Buckets sent.
+        bytes: Bytes of the tensors sent, padding not counted.
+        bytes_changed: Bytes of the tensors that differ.
+        digest: Digest of the whole set of weights, confirmed by every engine (32 hex digits).
+        seconds: Seconds by phase, plus ``"total"``; ``"paused"`` is how long generation was held back.
+    """
+
+    version: int
+    outcomes: tuple[EngineOutcome, ...]
+    tensors: int
+    tensors_changed: int
+    buckets: int
+    bytes: int
+    bytes_changed: int
+    digest: str
+    seconds: Mapping[str, float] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        """One line, for a log."""
+        updated = sum(outcome.state is EngineState.UPDATED for outcome in self.outcomes)
+        changed = (
+            "no tensor changed"
+            if self.tensors_changed == 0
+            else f"{self.tensors_changed}/{self.tensors} tensors changed"
+        )
+        return (
+            f"WeightUpdate(version={self.version}, {updated}/{len(self.outcomes)} engines, "
+            f"{format_bytes(self.bytes)} in {self.seconds.get('total', 0.0):.3g} s, "
+            f"paused {self.seconds.get('paused', 0.0) * 1e3:.3g} ms, {changed})"
+        )
+
+
+def format_bytes(count: int) -> str:
+    """Write a number of bytes as a person would, in decimal units: ``0.27 GB``."""
+    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if count >= size / 10:
+            return f"{count / size:.3g} {unit}"
+    return f"{count} B"
