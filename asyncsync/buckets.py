@@ -1,0 +1,244 @@
+"""The plan: where each tensor lies, and how the whole is cut into buckets. Pure: nothing here does any I/O.
+
+All tensors are laid one after another into one address space, the *arena*, each at an offset aligned to
+:data:`ALIGNMENT`. Buckets are consecutive cuts of the arena. Two things follow, and both ends rely on them: a tensor
+that is split over buckets lies in one piece once they have all arrived, so an engine that receives into an arena of
+its own holds every tensor as a view; and a plan needs no more than names, dtypes, shapes and a bucket size, so both
+ends compute it and compare digests.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from asyncsync.digests import hash_text
+from asyncsync.errors import PlanError
+
+ALIGNMENT = 64
+"""Bytes; a multiple of every element size, and of a cache line."""
+
+DEFAULT_BUCKET_SIZE = 256 * 2**20
+"""Bytes."""
+
+_OVERLAP_BUCKETS = 8
+_OVERLAP_FLOOR = 16 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """What a tensor is, without its bytes.
+
+    Attributes:
+        name: The name it is sent under.
+        dtype: The dtype it is sent in.
+        shape: Its shape.
+        aliases: Other names of the same tensor (tied weights).
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every name it has, its own first."""
+        return (self.name, *self.aliases)
+
+    def __str__(self) -> str:
+        """For an error message: ``lm_head.weight (bfloat16 [49152, 576])``."""
+        return f"{self.name} ({str(self.dtype).removeprefix('torch.')} {list(self.shape)})"
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of one tensor in one bucket.
+
+    Attributes:
+        tensor: Index of the tensor in the plan.
+        start: First byte of the tensor that it holds.
+        stop: One past the last.
+        offset: Where it begins in the bucket, in bytes.
+    """
+
+    tensor: int
+    start: int
+    stop: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """A cut of the arena, sent as one message.
+
+    Attributes:
+        index: Its place in the plan.
+        start: First byte of the arena that it holds.
+        stop: One past the last.
+        whole: Indices of the tensors that lie whole in it.
+        spans: Where each of those lies: (start, stop) in the bucket, bytes.
+        pieces: Parts of tensors that are split over buckets.
+    """
+
+    index: int
+    start: int
+    stop: int
+    whole: tuple[int, ...]
+    spans: tuple[tuple[int, int], ...]
+    pieces: tuple[Piece, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in bytes, padding included."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The layout of a set of weights in arena and buckets.
+
+    Attributes:
+        specs: The tensors, in the trainer's order.
+        offsets: Where each begins in the arena, in bytes.
+        buckets: The cuts.
+        bucket_size: The most bytes a bucket may have.
+        arena_nbytes: Size of the arena, padding included.
+    """
+
+    specs: tuple[TensorSpec, ...]
+    offsets: tuple[int, ...]
+    buckets: tuple[Bucket, ...]
+    bucket_size: int
+    arena_nbytes: int
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of all tensors, padding not counted."""
+        return sum(spec.nbytes for spec in self.specs)
+
+    @cached_property
+    def largest_bucket(self) -> int:
+        """Bytes of the largest bucket; 0 if there is none."""
+        return max((bucket.nbytes for bucket in self.buckets), default=0)
+
+    @cached_property
+    def layout_digest(self) -> str:
+        """Digest of names, dtypes and shapes, in order; tied names count, the cutting does not."""
+        return hash_text(
+            text
+            for spec in self.specs
+            for text in ("\0".join(spec.names), str(spec.dtype), ",".join(map(str, spec.shape)))
+        )
+
+    @cached_property
+    def digest(self) -> str:
+        """Digest of the whole plan: two ends with the same one agree on every byte's place."""
+        cuts = (f"{bucket.start}-{bucket.stop}" for bucket in self.buckets)
+        return hash_text((self.layout_digest, str(ALIGNMENT), *cuts))
+
+
+def plan_buckets(specs: Sequence[TensorSpec], bucket_size: int = DEFAULT_BUCKET_SIZE) -> Plan:
+    """Lay tensors out and cut them into buckets, in the order given.
+
+    A bucket holds ``bucket_size`` bytes at the most (rounded down to :data:`ALIGNMENT`, and never less than that). A
+    tensor larger than that is split. Weights that would fill few buckets are cut finer, into some
+    8 buckets of 16 MiB or more, so that packing one overlaps sending another.
+
+    Args:
+        specs: The tensors; names must be unique, aliases included.
+        bucket_size: Bytes.
+
+    Raises:
+        PlanError: A name occurs twice.
+        ValueError: ``bucket_size`` is not positive.
+    """
+    if bucket_size <= 0:
+        raise ValueError(f"bucket_size must be a positive number of bytes, not {bucket_size}")
+    _refuse_duplicates(specs)
+    offsets, end = [], 0
+    sizes = [spec.nbytes for spec in specs]
+    for size in sizes:
+        offsets.append(end)
+        end += _align(size)
+    finer = max(_OVERLAP_FLOOR, math.ceil(end / _OVERLAP_BUCKETS))
+    limit = max(min(bucket_size, _align(finer)) // ALIGNMENT * ALIGNMENT, ALIGNMENT)
+
+    cutter = _Cutter()
+    for index, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
+        if size == 0:
+            continue  # it has a place in the arena and no bytes to send
+        if offset + size - cutter.start > limit:
+            cutter.cut(offset)
+        if size <= limit:
+            cutter.add_whole(index, offset, size)
+            continue
+        for start in range(0, size, limit):
+            if start:
+                cutter.cut(offset + start)
+            cutter.add_piece(index, offset, start, min(start + limit, size))
+    cutter.cut(end)
+    return Plan(tuple(specs), tuple(offsets), tuple(cutter.buckets), bucket_size, end)
+
+
+class _Cutter:
+    """Collects tensors and closes buckets; `start` is where the open bucket begins in the arena."""
+
+    def __init__(self) -> None:
+        self.buckets: list[Bucket] = []
+        self.start = 0
+        self._whole: list[int] = []
+        self._spans: list[tuple[int, int]] = []
+        self._pieces: list[Piece] = []
+
+    def add_whole(self, tensor: int, offset: int, size: int) -> None:
+        self._whole.append(tensor)
+        self._spans.append((offset - self.start, offset - self.start + size))
+
+    def add_piece(self, tensor: int, offset: int, start: int, stop: int) -> None:
+        self._pieces.append(Piece(tensor, start, stop, offset + start - self.start))
+
+    def cut(self, stop: int) -> None:
+        if self._whole or self._pieces:
+            self.buckets.append(
+                Bucket(
+                    len(self.buckets),
+                    self.start,
+                    stop,
+                    tuple(self._whole),
+                    tuple(self._spans),
+                    tuple(self._pieces),
+                )
+            )
+            self._whole, self._spans, self._pieces = [], [], []
+        self.start = stop
+
+
+def _align(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def _refuse_duplicates(specs: Sequence[TensorSpec]) -> None:
+    seen: set[str] = set()
+    twice: set[str] = set()
+    for spec in specs:
+        for name in spec.names:
+            (twice if name in seen else seen).add(name)
+    if twice:
+        raise PlanError(f"weights name a tensor twice: {list_names(twice)}", names=sorted(twice))
+
+
+def list_names(names: Sequence[str] | set[str], most: int = 8) -> str:
+    """Names for an error message, sorted, the tail of a long list counted instead."""
+    ordered = sorted(names)
+    rest = f" and {len(ordered) - most} more" if len(ordered) > most else ""
+    return ", ".join(ordered[:most]) + rest

@@ -1,0 +1,178 @@
+"""The one door to Ray: actors declared, called and recognised, and their errors made ours.
+
+The rest of the library awaits ``call(handle, method, …)`` and never sees Ray. A handle is anything whose methods have
+``.remote(…)`` returning an awaitable, so that tests conduct engines and trainers without a cluster.
+
+**The control group.** Ray runs an async actor's sync methods on its event loop, so a plain ``generate`` would hold up
+every control call until it is done. A *concurrency group* has a thread and a loop of its own. :func:`remote` is
+``ray.remote`` that puts the library's methods into such a group; Ray wants the group declared on the class and offers
+no way to add it later, hence a decorator of our own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import RayActorError, RayError, RayTaskError, TaskCancelledError
+
+CONTROL_GROUP = "asyncsync"
+CONTROL_CONCURRENCY = 16
+_CONTROL_MARK = "__asyncsync_control__"
+
+ActorLostError = RayActorError
+"""Raised by :func:`call` when the actor's process is gone, or was replaced while it ran."""
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def control(method: F) -> F:
+    """Mark an async method as a control call: :func:`remote` runs it on a loop of its own."""
+    setattr(method, _CONTROL_MARK, True)
+    return method
+
+
+def remote(*args: Any, **options: Any) -> Any:
+    """``ray.remote`` for a class that includes :class:`asyncsync.ModuleEngine` or :class:`asyncsync.TrainerRank`.
+
+    Works as ``@asyncsync.remote`` and as ``@asyncsync.remote(num_gpus=1, …)``; every option is passed on to
+    ``ray.remote``. What it adds is a concurrency group named ``"asyncsync"``, in which the library's control methods
+    are answered at once even while a synchronous method of the actor runs. Other concurrency groups may be given too.
+
+    Returns:
+        The Ray actor class, or a decorator that makes it.
+
+    Raises:
+        TypeError: The decorated object is not a class with control methods.
+    """
+    if len(args) == 1 and not options and isinstance(args[0], type):
+        return _actor_class(args[0], {})
+    if args:
+        raise TypeError("asyncsync.remote takes keyword options only, or decorates a class directly")
+    return lambda cls: _actor_class(cls, options)
+
+
+def _actor_class(cls: type, options: dict[str, Any]) -> Any:
+    controls = {name: getattr(cls, name) for name in dir(cls) if getattr(getattr(cls, name), _CONTROL_MARK, False)}
+    if not controls:
+        raise TypeError(
+            f"asyncsync.remote: {cls.__name__} includes neither asyncsync.ModuleEngine nor asyncsync.TrainerRank"
+        )
+    groups = {CONTROL_GROUP: CONTROL_CONCURRENCY, **options.get("concurrency_groups", {})}
+    namespace: dict[str, Any] = {name: _grouped(name, cls, method) for name, method in controls.items()}
+    namespace |= {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    namespace["control_group"] = CONTROL_GROUP
+    actor = type(cls.__name__, (cls,), namespace)
+    return ray.remote(**{**options, "concurrency_groups": groups})(actor)
+
+
+def _grouped(name: str, cls: type, method: Callable[..., Any]) -> Callable[..., Any]:
+    # No functools.wraps: Ray unwraps methods before it reads their group, and would find none.
+    async def grouped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return await method(self, *args, **kwargs)
+
+    grouped.__name__, grouped.__qualname__ = name, f"{cls.__qualname__}.{name}"
+    grouped.__module__, grouped.__doc__ = cls.__module__, method.__doc__
+    setattr(grouped, _CONTROL_MARK, True)
+    marked: Callable[..., Any] = ray.method(concurrency_group=CONTROL_GROUP)(grouped)
+    return marked
+
+
+def in_actor() -> bool:
+    """Whether this process is a Ray actor's."""
+    return ray.is_initialized() and ray.get_runtime_context().get_actor_id() is not None
+
+
+def is_actor(candidate: object) -> bool:
+    """Whether ``candidate`` is a Ray actor handle."""
+    return isinstance(candidate, ActorHandle)
+
+
+def actor_key(handle: object) -> str:
+    """What tells one actor from another, however many handles there are to it."""
+    return handle._actor_id.hex() if isinstance(handle, ActorHandle) else f"object-{id(handle):x}"
+
+
+def actor_class_name(handle: object) -> str:
+    """The name of an actor's class, or of any object's."""
+    if isinstance(handle, ActorHandle):
+        return str(handle._ray_actor_creation_function_descriptor.class_name).rpartition(".")[2]
+    return type(handle).__name__
+
+
+def missing_methods(handle: object, names: tuple[str, ...]) -> list[str]:
+    """Which of these remote methods the actor does not have."""
+    return [name for name in names if not hasattr(getattr(handle, name, None), "remote")]
+
+
+async def call(handle: Any, method: str, *args: Any) -> Any:
+    """Await one remote call; if the wait is cancelled, so is the call.
+
+    Ray ends only the local wait when the awaiting task is cancelled: the remote call runs on. Async actor methods can
+    be cancelled from afar, so that is done too; it needs no answer.
+
+    Raises:
+        Exception: What the method raised, as it raised it, with Ray's error (which holds the remote traceback) as the
+            cause.
+        ActorLostError: The actor's process is gone.
+    """
+    reference = getattr(handle, method).remote(*args)
+    try:
+        return await reference
+    except asyncio.CancelledError:
+        if isinstance(reference, ray.ObjectRef):
+            ray.cancel(reference, force=False)
+        raise
+    except RayTaskError as error:
+        cause = error.cause
+        if isinstance(cause, Exception) and not isinstance(cause, RayError | TaskCancelledError):
+            raise cause from error
+        raise
+
+
+def node_address() -> str:
+    """The address under which other processes of the cluster reach this one; loopback outside a cluster."""
+    if not ray.is_initialized():
+        return "127.0.0.1"
+    return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
+
+
+def is_connected() -> bool:
+    """Whether this process belongs to a Ray cluster."""
+    return bool(ray.is_initialized())
+
+
+async def start_actor(
+    cls: type, *, name: str | None = None, arguments: dict[str, Any] | None = None, **options: Any
+) -> Any:
+    """Start an actor that needs no CPU of its own, or find the one of that name in this Ray namespace.
+
+    Ray talks to its control store meanwhile, so this runs on a thread.
+
+    Args:
+        cls: The actor's class, undecorated.
+        name: Name to start it under, or to find it by.
+        arguments: Keyword arguments of the class.
+        **options: Ray's options, such as ``max_concurrency``.
+    """
+    if name is not None:
+        options |= {"name": name, "get_if_exists": True}
+    actor: Any = ray.remote(cls)
+    actor = actor.options(**{"num_cpus": 0, **options})
+    return await asyncio.to_thread(actor.remote, **(arguments or {}))
+
+
+async def kill_actor(handle: Any) -> None:
+    """End an actor's process at once."""
+    await asyncio.to_thread(ray.kill, handle)
+
+
+def send(handle: Any, method: str, *args: Any) -> Any:
+    """Send one remote call now.
+
+    Awaiting the result is optional, and cancelling that wait does not cancel the call.
+    """
+    return getattr(handle, method).remote(*args)

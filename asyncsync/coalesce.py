@@ -1,0 +1,129 @@
+"""One run at a time; requests that come meanwhile share the next one (R1).
+
+A *round* is one run of the work with everyone who waits for it. It may be joined until it begins, since until then
+nothing of the weights has been read. There is at most one round running and one that waits.
+
+IDLE -> RUNNING: a request, when no round runs. RUNNING -> RUNNING: a round ends and another waits. RUNNING -> IDLE: a
+round ends and none waits. A caller that is cancelled leaves its round; when the last one leaves, a round that has not
+begun is dropped, and a running one is cancelled and waited for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Generic, TypeVar
+
+import anyio
+
+from asyncsync.errors import ClosedError
+
+T = TypeVar("T")
+
+
+class _Round(Generic[T]):
+    def __init__(self) -> None:
+        self.outcome: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self.callers = 0
+        self.task: asyncio.Task[None] | None = None
+
+
+class Coalescer(Generic[T]):
+    """Runs ``work`` for whoever asks, once for all who ask together.
+
+    Args:
+        work: What to run, in a task of its own.
+        name: The task's name.
+    """
+
+    def __init__(self, work: Callable[[], Awaitable[T]], name: str) -> None:
+        self._work = work
+        self._name = name
+        self._running: _Round[T] | None = None
+        self._next: _Round[T] | None = None
+        self._closed = False
+
+    @property
+    def running(self) -> bool:
+        """Whether a round is running."""
+        return self._running is not None
+
+    @property
+    def callers(self) -> int:
+        """How many wait for a round, running or not."""
+        return sum(round_.callers for round_ in (self._running, self._next) if round_ is not None)
+
+    async def request(self) -> T:
+        """Wait for the outcome of a round that begins after this call.
+
+        Raises:
+            ClosedError: It was closed, before or meanwhile.
+            Exception: Whatever the work raised; every caller of the round gets it.
+        """
+        if self._closed:
+            raise ClosedError("closed: no more updates")
+        if self._next is None:
+            self._next = _Round()
+            if self._running is None:
+                self._begin()
+        round_ = self._next
+        round_.callers += 1
+        try:
+            return await asyncio.shield(round_.outcome)
+        finally:
+            round_.callers -= 1
+            if round_.callers == 0 and not round_.outcome.done():
+                await self._abandon(round_)
+
+    async def aclose(self) -> None:
+        """Refuse new requests, drop the round that waits, cancel the one that runs, and wait for its end."""
+        self._closed = True
+        for round_ in (self._next, self._running):
+            if round_ is not None:
+                if not round_.outcome.done():
+                    round_.outcome.set_exception(ClosedError("closed while an update was under way"))
+                    round_.outcome.exception()
+                await self._abandon(round_)
+
+    def _begin(self) -> None:
+        assert self._next is not None
+        round_ = self._next
+        round_.task = asyncio.create_task(self._drive(round_), name=self._name)
+        # A task that is cancelled before its first step runs none of its code: its end is seen from outside.
+        round_.task.add_done_callback(lambda _: self._ended(round_))
+
+    async def _drive(self, round_: _Round[T]) -> None:
+        if self._next is round_:
+            self._next = None
+        self._running = round_
+        try:
+            result = await self._work()
+        except asyncio.CancelledError:
+            round_.outcome.cancel()
+            raise
+        except BaseException as error:  # noqa: BLE001 - it belongs to the callers
+            if not round_.outcome.done():
+                round_.outcome.set_exception(error)
+                if not round_.callers:
+                    round_.outcome.exception()
+        else:
+            if not round_.outcome.done():
+                round_.outcome.set_result(result)
+
+    def _ended(self, round_: _Round[T]) -> None:
+        round_.outcome.cancel()  # does nothing if it has one
+        if self._running is round_:
+            self._running = None
+        if self._next is round_:
+            self._next = None
+        if self._next is not None and self._next.task is None and self._running is None:
+            self._begin()
+
+    async def _abandon(self, round_: _Round[T]) -> None:
+        if round_.task is None:
+            if self._next is round_:
+                self._next = None
+            return
+        round_.task.cancel()
+        with anyio.CancelScope(shield=True):
+            await asyncio.wait([round_.task])

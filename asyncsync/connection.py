@@ -1,0 +1,237 @@
+"""Agreeing on what is sent, and connecting what is new: everything before an update's first byte.
+
+Both ends are asked how they are at the start of every update, in one round. Their answers decide what has to be done,
+not what this side remembers: an engine that was restarted, or that left its group after a failure, says so itself.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any, Literal, TypeVar
+
+import anyio
+
+from asyncsync import cluster
+from asyncsync.clock import UpdateClock
+from asyncsync.errors import ConnectError, PlanError, TrainerError, WeightUpdateError
+from asyncsync.fanout import race, settle
+from asyncsync.fleet import Fleet, Member
+from asyncsync.messages import (
+    Backend,
+    EngineStatus,
+    Layout,
+    Policy,
+    ReadOptions,
+    Rendezvous,
+    TrainerStatus,
+    UpdateOrder,
+)
+from asyncsync.trainer import Trainer
+
+JOIN_TIMEOUT = 30.0
+"""Seconds, at the most, that the members of a group wait for each other."""
+
+BackendChoice = Literal["auto"] | Backend
+
+T = TypeVar("T")
+_log = logging.getLogger("asyncsync")
+
+
+class Connection:
+    """What trainer and engines have agreed on, and the group they are in.
+
+    Args:
+        trainer: The source rank.
+        fleet: The engines.
+        options: How the trainer is to read its weights.
+        partial: Whether engines may hold names that are not sent.
+        backend: The group's backend; ``"auto"`` is NCCL if every weight is on a GPU, else gloo.
+        policy: What is done with requests in flight.
+        timeout: Seconds for an operation of the group.
+        cleanup_timeout: Seconds for undoing a failed connect.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        fleet: Fleet,
+        *,
+        options: ReadOptions,
+        partial: bool,
+        backend: BackendChoice,
+        policy: Policy,
+        timeout: float,
+        cleanup_timeout: float,
+    ) -> None:
+        self._trainer = trainer
+        self._fleet = fleet
+        self._options = options
+        self._partial = partial
+        self._backend = backend
+        self._policy = policy
+        self._timeout = timeout
+        self._cleanup_timeout = cleanup_timeout
+        self._layout: Layout | None = None
+        self._group: tuple[str, tuple[str, ...]] | None = None
+        self._epoch = 0
+
+    async def agree(
+        self, clock: UpdateClock, *, base_epoch: int | None, version: int
+    ) -> tuple[UpdateOrder, dict[Member, EngineStatus]]:
+        """Read the trainer's layout, have the engines accept it, and connect whatever is not.
+
+        Args:
+            clock: The update's clock.
+            base_epoch: The attempt that made the published version.
+            version: The last version known here.
+
+        Returns:
+            The order for an update that may now begin, and how each engine is.
+
+        Raises:
+            PlanError: The weights cannot be sent, or do not fit an engine.
+            ConnectError: The group could not be set up.
+            EngineError: An engine failed; several of them as an ExceptionGroup.
+            TrainerError: The trainer failed.
+        """
+        with clock.phase("describe"):
+            known = self._layout.digest if self._layout else None
+            answers: dict[str, Any] = await race(
+                {
+                    "trainer": call_trainer(lambda: self._trainer.describe_weights(self._options, known)),
+                    "engines": self._fleet.describe(self._policy),
+                }
+            )
+            trainer: TrainerStatus = answers["trainer"]
+            engines: dict[Member, EngineStatus] = answers["engines"]
+            layout = self._agreed_layout(trainer)
+        unacquainted = [member for member, status in engines.items() if status.plan_digest != layout.digest]
+        connected = self._is_connected(trainer, engines)
+        if unacquainted or not connected:
+            with clock.phase("connect"):
+                await self._fleet.all(lambda engine: engine.accept_layout(layout), members=unacquainted)
+                if not connected:
+                    await self._connect(clock, trainer, engines)
+        assert self._group is not None
+        self._epoch = 1 + max(self._epoch, *(status.epoch for status in engines.values()))
+        newest = max(version, *(status.weight_version or 0 for status in engines.values()))
+        order = UpdateOrder(
+            epoch=self._epoch,
+            version=newest + 1,
+            connection=self._group[0],
+            plan_digest=layout.digest,
+            base_epoch=base_epoch,
+            timeout=clock.limit("transfer"),
+        )
+        return order, engines
+
+    async def aclose(self) -> None:
+        """Leave the group, at every end; bounded, and no error if an end is gone."""
+        if self._group is not None:
+            await self._leave(self._group[0])
+
+    def _agreed_layout(self, trainer: TrainerStatus) -> Layout:
+        if not trainer.control_group:
+            raise ConnectError(
+                "the trainer would not answer while it trains: "
+                "declare its class with @asyncsync.remote(…) in place of @ray.remote(…)"
+            )
+        if trainer.specs is not None:
+            self._layout = Layout(
+                specs=trainer.specs,
+                bucket_size=self._options.bucket_size,
+                digest=trainer.plan_digest,
+                partial=self._partial,
+            )
+        assert self._layout is not None
+        return self._layout
+
+    def _is_connected(self, trainer: TrainerStatus, engines: dict[Member, EngineStatus]) -> bool:
+        return (
+            self._group is not None
+            and self._group == (trainer.connection, _instances(trainer, engines))
+            and all(status.connection == trainer.connection for status in engines.values())
+        )
+
+    async def _connect(self, clock: UpdateClock, trainer: TrainerStatus, engines: dict[Member, EngineStatus]) -> None:
+        self._group = None  # until it is: a failed connect must not look like a connection (R13)
+        join_timeout = min(JOIN_TIMEOUT, max(clock.limit("connect"), 0.001))
+        opened = await call_trainer(lambda: self._trainer.open_group(join_timeout))
+        world_size = 1 + sum(status.world_size for status in engines.values())
+        backend = self._choose_backend(trainer, engines)
+
+        def rendezvous(rank: int) -> Rendezvous:
+            return Rendezvous(
+                connection=opened.connection,
+                backend=backend,
+                address=opened.address,
+                port=opened.port,
+                rank=rank,
+                world_size=world_size,
+                join_timeout=join_timeout,
+                operation_timeout=self._timeout,
+            )
+
+        def join(member: Member, rank: int) -> Awaitable[None]:
+            return member.call(lambda engine: engine.join_group(rendezvous(rank)))
+
+        joins: dict[object, Awaitable[None]] = {
+            self._trainer: call_trainer(lambda: self._trainer.join_trainer_group(rendezvous(0)))
+        }
+        rank = 1
+        for member, status in engines.items():
+            joins[member] = join(member, rank)
+            rank += status.world_size
+        try:
+            await race(joins)
+        except BaseException:
+            with anyio.CancelScope(shield=True):
+                await self._leave(opened.connection)
+            raise
+        self._group = (opened.connection, _instances(trainer, engines))
+        _log.debug("connected %s: %d members over %s", opened.connection[:8], world_size, backend)
+
+    def _choose_backend(self, trainer: TrainerStatus, engines: dict[Member, EngineStatus]) -> Backend:
+        if self._backend != "auto":
+            return self._backend
+        devices = {trainer.device, *(status.device for status in engines.values())}
+        return "nccl" if devices == {"cuda"} else "gloo"
+
+    async def _leave(self, connection: str) -> None:
+        left = await settle(
+            {
+                "trainer": call_trainer(
+                    lambda: self._trainer.leave_trainer_group(connection), timeout=self._cleanup_timeout
+                ),
+                "engines": self._fleet.each(
+                    lambda engine: engine.leave_group(connection), timeout=self._cleanup_timeout
+                ),
+            }
+        )
+        for end, result in left.items():
+            if isinstance(result, Exception):
+                _log.info("%s did not leave group %s: %s", end, connection[:8], result)
+
+
+async def call_trainer(call: Callable[[], Awaitable[T]], *, timeout: float | None = None) -> T:
+    """Call the trainer; an error that is not the library's own becomes a TrainerError.
+
+    Raises:
+        TrainerError: It failed, is gone, or did not answer in time; its own error is the cause.
+    """
+    try:
+        with anyio.fail_after(timeout):
+            return await call()
+    except (PlanError, WeightUpdateError):
+        raise
+    except cluster.ActorLostError as error:
+        raise TrainerError("the trainer is gone: its process died or was replaced") from error
+    except TimeoutError as error:
+        raise TrainerError(f"the trainer did not answer within {timeout} s") from error
+    except Exception as error:
+        raise TrainerError(f"the trainer failed: {type(error).__name__}: {error}") from error
+
+
+def _instances(trainer: TrainerStatus, engines: dict[Member, EngineStatus]) -> tuple[str, ...]:
+    return (trainer.instance, *(status.instance for status in engines.values()))

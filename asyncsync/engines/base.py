@@ -1,0 +1,94 @@
+"""The protocol that every rollout engine satisfies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from asyncsync.messages import EngineStatus, Layout, Policy, Rendezvous, UpdateOrder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineReceipt:
+    """What an engine took in one update.
+
+    Attributes:
+        digest: Digest of the whole set of weights, as the engine computed it from the bytes that arrived.
+    """
+
+    digest: str
+
+
+@runtime_checkable
+class RolloutEngine(Protocol):
+    """An engine as the conductor sees it: the steps of a weight update, each one awaited call.
+
+    In one update the conductor calls, in this order: ``describe_engine``; ``accept_layout`` and ``join_group`` if
+    something is new; ``receive_weights`` and ``pause_generation`` (an in-place engine is paused first, a staged one
+    after); ``finish_weight_update``; ``resume_generation``. After a failure it calls ``abort_weight_update`` instead of
+    finishing. Every call must be answered while another is running, and while the engine generates.
+
+    Every call may be cancelled. Every call with an epoch older than the newest the engine has seen must be refused
+    with an :class:`~asyncsync.errors.EngineError`, and change nothing.
+    """
+
+    async def describe_engine(self) -> EngineStatus:
+        """Say who and how it is; changes nothing."""
+        ...
+
+    async def accept_layout(self, layout: Layout) -> None:
+        """Compare what will be sent with what it holds, and remember it.
+
+        Raises:
+            PlanError: Names, shapes or dtypes do not fit; named in full. Nothing changed.
+        """
+        ...
+
+    async def join_group(self, rendezvous: Rendezvous) -> None:
+        """Leave the group it is in, if any, and join this one.
+
+        Raises:
+            ConnectError: It could not; it is in no group then.
+        """
+        ...
+
+    async def leave_group(self, connection: str) -> None:
+        """Leave a group; no error if it is in another, or in none."""
+        ...
+
+    async def pause_generation(self, epoch: int, policy: Policy) -> None:
+        """Hold back new requests, and deal with those in flight as the policy says; return when none runs."""
+        ...
+
+    async def receive_weights(self, order: UpdateOrder) -> EngineReceipt:
+        """Take every bucket: beside the weights it serves if it is staged, over them if not.
+
+        Raises:
+            TransferError: Something did not arrive. A staged engine serves on; an in-place one is tainted.
+        """
+        ...
+
+    async def finish_weight_update(self, order: UpdateOrder) -> None:
+        """Make what was received the weights it serves. Called once, and while paused."""
+        ...
+
+    async def abort_weight_update(self, epoch: int, published: int | None) -> EngineStatus:
+        """Drop what was received of an update that will not be finished here; no error if there is none.
+
+        Args:
+            epoch: The update's.
+            published: The version that other engines serve since this very update; an engine that does not hold it is
+                behind, and must count itself as tainted. None: no engine switched.
+
+        Returns:
+            How it is now: tainted, if weights it served were overwritten in part, or if it is behind.
+        """
+        ...
+
+    async def resume_generation(self, epoch: int) -> None:
+        """Drop caches computed under other weights, and serve.
+
+        Raises:
+            TaintedEngineError: It holds part of an update, and stays paused.
+        """
+        ...

@@ -1,0 +1,109 @@
+"""Which of a module's tensors each tensor of a layout goes to, and what does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from asyncsync.buckets import Plan, list_names, plan_buckets
+from asyncsync.errors import PlanError
+from asyncsync.messages import Layout
+from asyncsync.weights import module_tensors
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """A layout accepted by a module.
+
+    Attributes:
+        plan: The plan, computed here from the layout.
+        targets: For every tensor of the plan, the module's distinct tensors that take its bytes.
+    """
+
+    plan: Plan
+    targets: tuple[tuple[Tensor, ...], ...]
+
+
+def bind(module: nn.Module, layout: Layout) -> Binding:
+    """Compare a layout with a module (R10).
+
+    Raises:
+        PlanError: The two ends cut buckets differently; or names are unknown or missing (missing ones are fine if the
+            layout is partial); or shapes or dtypes differ; or two tensors would go to memory that the module ties.
+    """
+    plan = plan_buckets(layout.specs, layout.bucket_size)
+    if plan.digest != layout.digest:
+        raise PlanError(
+            "trainer and engine plan the same tensors differently: install the same version of asyncsync at both"
+        )
+    held = module_tensors(module)
+    problems: list[str] = []
+    names: set[str] = set()
+
+    def refuse(what: str, which: set[str]) -> None:
+        if which:
+            problems.append(f"{what}: {list_names(which)}")
+            names.update(which)
+
+    sent = {name for spec in plan.specs for name in spec.names}
+    memory = {_memory(held[name]) for name in sent & held.keys()}
+    refuse("the engine does not know", sent - held.keys())
+    if not layout.partial:
+        refuse(
+            "the trainer does not send (pass partial=True if that is meant)",
+            {name for name in held.keys() - sent if _memory(held[name]) not in memory},
+        )
+    refuse("differ in shape or dtype", _differences(plan, held, names))
+    refuse("tied in the engine, but sent as tensors of their own", _torn_ties(plan, held))
+    if problems:
+        raise PlanError(f"the weights do not fit the engine: {'; '.join(problems)}", names=sorted(names))
+
+    targets = tuple(tuple({id(held[name]): held[name] for name in spec.names}.values()) for spec in plan.specs)
+    for group in targets:
+        for tensor in group:
+            _give_own_elements(tensor)
+    return Binding(plan, targets)
+
+
+def _differences(plan: Plan, held: Mapping[str, Tensor], names: set[str]) -> set[str]:
+    messages: set[str] = set()
+    for spec in plan.specs:
+        for name in spec.names:
+            tensor = held.get(name)
+            if tensor is not None and (tuple(tensor.shape), tensor.dtype) != (spec.shape, spec.dtype):
+                names.add(name)
+                dtype = str(tensor.dtype).removeprefix("torch.")
+                messages.add(
+                    f"{name} (sent {_short(spec.dtype)} {list(spec.shape)}, held {dtype} {list(tensor.shape)})"
+                )
+    return messages
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _torn_ties(plan: Plan, held: Mapping[str, Tensor]) -> set[str]:
+    """Names whose memory in the engine two different tensors would be written to."""
+    owners: dict[object, tuple[int, str]] = {}
+    torn: set[str] = set()
+    for index, spec in enumerate(plan.specs):
+        for name in spec.names:
+            if name in held and held[name].numel():
+                owner, first = owners.setdefault(_memory(held[name]), (index, name))
+                if owner != index:
+                    torn |= {first, name}
+    return torn
+
+
+def _memory(tensor: Tensor) -> object:
+    return (tensor.device, tensor.data_ptr() or id(tensor), tensor.shape, tensor.stride())
+
+
+def _give_own_elements(tensor: Tensor) -> None:
+    """Give an expanded tensor memory for each of its elements: each may be sent a value of its own."""
+    if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+        tensor.data = tensor.detach().contiguous()

@@ -1,0 +1,174 @@
+"""Where an engine puts the buckets that arrive: beside the weights it serves (staged), or over them (in place).
+
+A staged engine receives into an *arena*, one flat buffer for the whole set of weights, and at the commit points its
+parameters into it. The next update goes to a second arena, and the two change places from then on: fresh memory is
+slow at first touch, so nothing is allocated after the second update. An arena that an abandoned transfer may still
+write to is thrown away, never used again.
+
+Parameters that are views of a larger memory (a fused weight, say) are copied to instead of pointed elsewhere: their
+siblings would not follow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from asyncsync.buckets import Bucket
+from asyncsync.digests import StreamingDigests, combine
+from asyncsync.engines.binding import Binding
+from asyncsync.packing import arena_views, hash_bucket, raw, unpack
+
+
+class Loader(Protocol):
+    """Takes the buckets of one layout, update after update. All methods run on the engine's worker thread."""
+
+    @property
+    def touched(self) -> bool:
+        """Whether weights in service were overwritten by an update that is not committed."""
+        ...
+
+    def begin(self) -> None:
+        """Get ready for an update."""
+        ...
+
+    def target(self, bucket: Bucket) -> Tensor:
+        """The flat uint8 buffer that this bucket is to be received into; the last two given may be in use."""
+        ...
+
+    def take(self, bucket: Bucket, buffer: Tensor) -> None:
+        """Take a bucket that has arrived; buckets come in order."""
+        ...
+
+    def digest(self) -> str:
+        """Digest of all that was taken."""
+        ...
+
+    def commit(self) -> None:
+        """Make what was taken the weights in service."""
+        ...
+
+    def discard(self) -> None:
+        """Forget the update, and every buffer that its transfer may still write to."""
+        ...
+
+
+class StagedLoader:
+    """Holds the new weights beside the old.
+
+    Args:
+        binding: What goes where.
+        installed: The views that parameters were pointed to, by the parameter's id; shared by all loaders of a module.
+        device: Device type that buckets arrive on.
+    """
+
+    touched = False
+
+    def __init__(self, binding: Binding, installed: MutableMapping[int, Tensor], device: str) -> None:
+        self._binding = binding
+        self._installed = installed
+        self._receive_device = device
+        home = [tensor.device for group in binding.targets for tensor in group]
+        self._home = home[0] if home else torch.device("cpu")
+        self._bounce: _Bounce | None = None
+        self._spare: tuple[Tensor, list[Tensor]] | None = None
+        self._live: tuple[Tensor, list[Tensor]] | None = None
+        self._digests = StreamingDigests(0)
+
+    def begin(self) -> None:
+        plan = self._binding.plan
+        if self._spare is None:
+            arena = torch.empty(plan.arena_nbytes, dtype=torch.uint8, device=self._home)
+            self._spare = (arena, arena_views(plan, arena))
+        if self._home.type != self._receive_device and self._bounce is None:
+            self._bounce = _Bounce(plan.largest_bucket, self._receive_device)
+        self._digests = StreamingDigests(len(plan.specs))
+
+    def target(self, bucket: Bucket) -> Tensor:
+        return self._bounce.target(bucket) if self._bounce else self._staged(bucket)
+
+    def take(self, bucket: Bucket, buffer: Tensor) -> None:
+        if self._bounce:
+            self._staged(bucket).copy_(buffer)
+        hash_bucket(self._binding.plan, bucket, buffer, self._digests)
+
+    def _staged(self, bucket: Bucket) -> Tensor:
+        assert self._spare is not None
+        return self._spare[0][bucket.start : bucket.stop]
+
+    def digest(self) -> str:
+        return combine(self._binding.plan.layout_digest, self._digests.result())
+
+    def commit(self) -> None:
+        assert self._spare is not None
+        views = self._spare[1]
+        with torch.no_grad():
+            for view, targets in zip(views, self._binding.targets, strict=True):
+                for tensor in targets:
+                    if self._owns_its_memory(tensor):
+                        tensor.data = view
+                        self._installed[id(tensor)] = view
+                    else:
+                        raw(tensor).copy_(raw(view))
+        self._spare, self._live = self._live, self._spare
+
+    def _owns_its_memory(self, tensor: Tensor) -> bool:
+        installed = self._installed.get(id(tensor))
+        if installed is not None and installed.data_ptr() == tensor.data_ptr():
+            return True
+        return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+
+    def discard(self) -> None:
+        self._spare = self._bounce = None
+
+
+class InPlaceLoader:
+    """Overwrites the weights in service, bucket by bucket; needs no more memory than two buckets.
+
+    Args:
+        binding: What goes where.
+        device: Device type that buckets arrive on.
+    """
+
+    def __init__(self, binding: Binding, device: str) -> None:
+        self.touched = False
+        self._binding = binding
+        self._device = device
+        self._bounce: _Bounce | None = None
+        self._digests = StreamingDigests(0)
+
+    def begin(self) -> None:
+        if self._bounce is None:
+            self._bounce = _Bounce(self._binding.plan.largest_bucket, self._device)
+        self._digests = StreamingDigests(len(self._binding.plan.specs))
+
+    def target(self, bucket: Bucket) -> Tensor:
+        assert self._bounce is not None
+        return self._bounce.target(bucket)
+
+    def take(self, bucket: Bucket, buffer: Tensor) -> None:
+        self.touched = True
+        hash_bucket(self._binding.plan, bucket, buffer, self._digests)
+        unpack(self._binding.plan, bucket, buffer, self._binding.targets)
+
+    def digest(self) -> str:
+        return combine(self._binding.plan.layout_digest, self._digests.result())
+
+    def commit(self) -> None:
+        self.touched = False
+
+    def discard(self) -> None:
+        self._bounce = None
+
+
+class _Bounce:
+    """Two buffers that take turns."""
+
+    def __init__(self, size: int, device: str) -> None:
+        self._buffers = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)]
+
+    def target(self, bucket: Bucket) -> Tensor:
+        return self._buffers[bucket.index % 2][: bucket.nbytes]

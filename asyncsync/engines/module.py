@@ -1,0 +1,341 @@
+"""An engine of plain torch: a class to include in a Ray actor that serves any ``nn.Module``.
+
+Threads: control calls run on a loop (in an actor, that of the ``asyncsync`` group); joining, hashing, loading and the
+commit run on one worker thread, in order; generation runs wherever the actor's own methods run, and meets the weights
+only at the gate.
+
+Sessions: an update's session begins in ``receive_weights`` and ends in ``finish_weight_update`` or
+``abort_weight_update``. Its epoch then counts as ended, so a call that arrives late finds nothing to do harm to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections import deque
+from dataclasses import dataclass, field
+from types import TracebackType
+
+import anyio
+from torch import Tensor, nn
+
+from asyncsync import cluster
+from asyncsync.engines.base import EngineReceipt
+from asyncsync.engines.binding import Binding, bind
+from asyncsync.engines.gate import GenerationGate
+from asyncsync.engines.loading import InPlaceLoader, Loader, StagedLoader
+from asyncsync.errors import EngineError, PlanError, TaintedEngineError, TransferError
+from asyncsync.messages import EngineStatus, Layout, Policy, Rendezvous, UpdateOrder
+from asyncsync.packing import digest_weights
+from asyncsync.threads import WorkerThread
+from asyncsync.transports import broadcast
+from asyncsync.transports.base import Link
+from asyncsync.weights import module_tensors
+
+IN_FLIGHT = 2
+"""Buckets on their way at the same time; loaders have that many buffers."""
+
+
+@dataclass(slots=True)
+class _Session:
+    order: UpdateOrder
+    loader: Loader
+    scope: anyio.CancelScope
+    received: bool = False
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class ModuleEngine:
+    """A rollout engine that serves a module; include it in an actor's class.
+
+    Example:
+        >>> @asyncsync.remote(num_cpus=1)
+        ... class Engine(asyncsync.ModuleEngine):
+        ...     def __init__(self):
+        ...         super().__init__(build_model())
+        ...
+        ...     async def generate(self, prompt):
+        ...         async with self.generating() as version:
+        ...             return version, sample(self.module, prompt)
+
+    Args:
+        module: What it serves. All its parameters and persistent buffers take part.
+        staged: True: new weights are held beside the old and swapped in, generation goes on meanwhile; costs the
+            weights' size in extra memory, twice from the second update on. The swap points each parameter's ``.data``
+            elsewhere. False: weights are overwritten where they lie while generation is paused (what CUDA graphs and
+            raw pointers into the weights need).
+
+    Attributes:
+        module: The module.
+    """
+
+    control_group: str | None = None
+
+    def __init__(self, module: nn.Module, *, staged: bool = True) -> None:
+        self.module = module
+        self._staged = staged
+        self._instance = uuid.uuid4().hex
+        self._gate = GenerationGate()
+        self._worker = WorkerThread("asyncsync-receiver")
+        self._installed: dict[int, Tensor] = {}
+        self._version: int | None = None
+        self._epoch = 0
+        self._ended_epoch = 0
+        self._tainted: str | None = None
+        self._stale_cache = False
+        self._receive_device = "cpu"
+        self._binding: Binding | None = None
+        self._loader: Loader | None = None
+        self._link: Link | None = None
+        self._session: _Session | None = None
+
+    @property
+    def weight_version(self) -> int | None:
+        """The version it serves; None before the first update, and while it holds part of one."""
+        return None if self._tainted else self._version
+
+    def generating(self) -> Generation:
+        """Read the weights: ``async with`` or ``with`` around every use of the module.
+
+        Entering waits while the engine is paused, and gives the version that is read. The weights do not change until
+        it is left.
+
+        Raises:
+            TaintedEngineError: On entering: the engine holds part of an update.
+        """
+        return Generation(self, self._gate)
+
+    async def flush_cache(self) -> None:
+        """Drop what was computed from older weights: for you to override; called before generation resumes."""
+
+    @cluster.control
+    async def weights_digest(self) -> str:
+        """Digest of the weights as they lie in memory now (32 hex digits), in the layout of the last update.
+
+        Raises:
+            EngineError: No layout was accepted yet.
+        """
+        if self._binding is None:
+            raise EngineError("no layout yet: the digest of its weights has no order")
+        binding = self._binding
+        return await self._worker.run(lambda: digest_weights(binding.plan, [targets[0] for targets in binding.targets]))
+
+    # -- the RolloutEngine protocol -------------------------------------------------------------------------------
+
+    @cluster.control
+    async def describe_engine(self) -> EngineStatus:
+        """See :meth:`asyncsync.RolloutEngine.describe_engine`."""
+        return EngineStatus(
+            instance=self._instance,
+            device=self._device(),
+            staged=self._staged,
+            epoch=self._epoch,
+            weight_version=self.weight_version,
+            tainted=self._tainted,
+            connection=self._link.connection if self._link else None,
+            plan_digest=self._binding.plan.digest if self._binding else None,
+            control_group=self.control_group is not None or not cluster.in_actor(),
+        )
+
+    @cluster.control
+    async def accept_layout(self, layout: Layout) -> None:
+        """See :meth:`asyncsync.RolloutEngine.accept_layout`."""
+        binding = await self._worker.run(bind, self.module, layout)
+        if self._staged and len({tensor.device for group in binding.targets for tensor in group}) > 1:
+            raise PlanError("a staged engine's weights must be on one device: use staged=False")
+        self._binding, self._loader = binding, None
+
+    @cluster.control
+    async def join_group(self, rendezvous: Rendezvous) -> None:
+        """See :meth:`asyncsync.RolloutEngine.join_group`."""
+        self._close_link()
+        await self._worker.run(self._join, rendezvous)
+
+    def _join(self, rendezvous: Rendezvous) -> None:
+        # Sets the link itself: if the waiting call is cancelled, leave_group (queued behind) still finds it.
+        self._link = broadcast.join(rendezvous, address=cluster.node_address())
+        self._loader = None
+        self._receive_device = "cuda" if rendezvous.backend == "nccl" else "cpu"
+
+    @cluster.control
+    async def leave_group(self, connection: str) -> None:
+        """See :meth:`asyncsync.RolloutEngine.leave_group`."""
+        await self._worker.run(self._leave, connection)
+
+    def _leave(self, connection: str) -> None:
+        if self._link is not None and self._link.connection == connection:
+            self._close_link()
+
+    @cluster.control
+    async def pause_generation(self, epoch: int, policy: Policy) -> None:
+        """See :meth:`asyncsync.RolloutEngine.pause_generation`."""
+        self._see(epoch)
+        if policy != "drain":
+            raise EngineError(f"a ModuleEngine can only drain, not {policy}")
+        await asyncio.wrap_future(self._gate.shut())
+
+    @cluster.control
+    async def receive_weights(self, order: UpdateOrder) -> EngineReceipt:
+        """See :meth:`asyncsync.RolloutEngine.receive_weights`."""
+        session, link = self._begin(order)
+        try:
+            with session.scope:
+                await self._receive(link, session.loader)
+                digest = await self._worker.run(session.loader.digest)
+                session.received = True
+                return EngineReceipt(digest=digest)
+        finally:
+            if not session.received:
+                self._spoil(session, link)
+            session.ended.set()
+        what = "was aborted" if session.scope.deadline > anyio.current_time() else "took too long"
+        raise TransferError(f"receiving the weights of update {order.version} {what}")
+
+    @cluster.control
+    async def finish_weight_update(self, order: UpdateOrder) -> None:
+        """See :meth:`asyncsync.RolloutEngine.finish_weight_update`."""
+        session = self._session
+        if session is None or session.order.epoch != order.epoch or not session.received:
+            raise EngineError(f"there is no received update of epoch {order.epoch} to finish")
+        await self._worker.run(self._commit, session)
+
+    @cluster.control
+    async def abort_weight_update(self, epoch: int, published: int | None) -> EngineStatus:
+        """See :meth:`asyncsync.RolloutEngine.abort_weight_update`."""
+        self._see(epoch)
+        self._ended_epoch = epoch
+        session = self._session
+        if session is not None:
+            session.scope.cancel()
+            await session.ended.wait()
+            # A commit that runs already runs to its end; then the session is gone, and there is nothing to drop.
+            await self._worker.run(self._drop, session)
+        if published is not None and self._version != published and self._tainted is None:
+            self._taint(f"it missed version {published}, which others serve")
+        return await self.describe_engine()
+
+    @cluster.control
+    async def resume_generation(self, epoch: int) -> None:
+        """See :meth:`asyncsync.RolloutEngine.resume_generation`."""
+        self._see(epoch)
+        if self._tainted:
+            raise TaintedEngineError(self._tainted)
+        if self._stale_cache:
+            await self.flush_cache()
+            self._stale_cache = False
+        self._gate.open()
+
+    # -- sessions -------------------------------------------------------------------------------------------------
+
+    def _see(self, epoch: int) -> None:
+        if epoch < self._epoch:
+            raise EngineError(f"a call of epoch {epoch} is out of date: this engine has seen epoch {self._epoch}")
+        self._epoch = epoch
+
+    def _begin(self, order: UpdateOrder) -> tuple[_Session, Link]:
+        self._see(order.epoch)
+        if order.epoch <= self._ended_epoch:
+            raise EngineError(f"the update of epoch {order.epoch} has ended already")
+        if self._session is not None and not self._session.ended.is_set():
+            raise EngineError(f"the update of epoch {self._session.order.epoch} is still being received")
+        if self._binding is None or self._binding.plan.digest != order.plan_digest:
+            raise EngineError("the layout of this update was not agreed on with this engine")
+        if self._link is None or self._link.connection != order.connection:
+            raise TransferError("this engine is not in the group that the update comes through")
+        if self._loader is None:
+            self._loader = (
+                StagedLoader(self._binding, self._installed, self._receive_device)
+                if self._staged
+                else InPlaceLoader(self._binding, self._receive_device)
+            )
+        scope = anyio.CancelScope(deadline=anyio.current_time() + order.timeout)
+        self._session = _Session(order, self._loader, scope)
+        return self._session, self._link
+
+    async def _receive(self, link: Link, loader: Loader) -> None:
+        assert self._binding is not None
+        on_the_way: deque[tuple[int, Tensor, object]] = deque()
+        buckets = self._binding.plan.buckets
+
+        async def take_oldest() -> None:
+            index, buffer, handle = on_the_way.popleft()
+            try:
+                await link.wait(handle)
+            except TransferError as error:
+                error.bucket = index
+                raise
+            await self._worker.run(loader.take, buckets[index], buffer)
+
+        await self._worker.run(loader.begin)
+        for bucket in buckets:
+            if len(on_the_way) == IN_FLIGHT:
+                await take_oldest()
+            buffer = loader.target(bucket)
+            handle = await self._worker.run(link.start_receive, buffer)
+            on_the_way.append((bucket.index, buffer, handle))
+        while on_the_way:
+            await take_oldest()
+
+    def _spoil(self, session: _Session, link: Link) -> None:
+        """The transfer failed: leave the group, and the buffers that it may still write to."""
+        link.close()
+        self._link = None
+        self._worker.submit(self._drop, session)
+
+    def _drop(self, session: _Session) -> None:
+        if self._session is not session:
+            return
+        self._session = None
+        session.loader.discard()
+        if session.loader.touched:
+            self._taint(f"update {session.order.version} was not received whole")
+
+    def _commit(self, session: _Session) -> None:
+        if self._session is not session:
+            return
+        try:
+            session.loader.commit()
+        except BaseException:
+            self._taint(f"update {session.order.version} could not be loaded")
+            raise
+        self._version, self._tainted, self._stale_cache = session.order.version, None, True
+        self._ended_epoch = session.order.epoch
+        self._session = None
+
+    def _taint(self, what: str) -> None:
+        self._tainted = f"{what}: the engine stays paused until a whole update repairs it"
+        self._gate.bar(self._tainted)
+
+    def _close_link(self) -> None:
+        if self._link is not None:
+            self._link.close()
+            self._link = None
+
+    def _device(self) -> str:
+        return next((tensor.device.type for tensor in module_tensors(self.module).values()), "cpu")
+
+
+class Generation:
+    """A reading of an engine's weights, as a context: see :meth:`ModuleEngine.generating`."""
+
+    def __init__(self, engine: ModuleEngine, gate: GenerationGate) -> None:
+        self._engine = engine
+        self._gate = gate
+
+    async def __aenter__(self) -> int | None:
+        await self._gate.enter()
+        return self._engine.weight_version
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._gate.leave()
+
+    def __enter__(self) -> int | None:
+        self._gate.enter_blocking()
+        return self._engine.weight_version
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._gate.leave()

@@ -1,0 +1,65 @@
+"""An engine that is a Ray actor: the protocol, a remote call a step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from asyncsync import cluster
+from asyncsync.engines.base import EngineReceipt, RolloutEngine
+from asyncsync.messages import EngineStatus, Layout, Policy, Rendezvous, UpdateOrder
+
+ENGINE_METHODS = tuple(name for name in vars(RolloutEngine) if not name.startswith("_"))
+"""The names of the protocol's methods."""
+
+
+class RemoteEngine:
+    """Satisfies :class:`RolloutEngine` for a handle whose methods have ``.remote(…)``.
+
+    Args:
+        handle: A Ray actor that includes :class:`asyncsync.ModuleEngine`, or anything called the same way.
+
+    Raises:
+        TypeError: The handle lacks methods of the protocol; they are named.
+    """
+
+    def __init__(self, handle: Any) -> None:
+        missing = cluster.missing_methods(handle, ENGINE_METHODS)
+        if missing:
+            raise TypeError(
+                f"{cluster.actor_class_name(handle)} is no rollout engine: it lacks {', '.join(missing)}; "
+                "include asyncsync.ModuleEngine in its class, or write an adapter with the RolloutEngine protocol"
+            )
+        self.handle = handle
+
+    def __repr__(self) -> str:
+        return f"<RemoteEngine {cluster.actor_class_name(self.handle)} {cluster.actor_key(self.handle)[:8]}>"
+
+    async def describe_engine(self) -> EngineStatus:
+        status: EngineStatus = await cluster.call(self.handle, "describe_engine")
+        return status
+
+    async def accept_layout(self, layout: Layout) -> None:
+        await cluster.call(self.handle, "accept_layout", layout)
+
+    async def join_group(self, rendezvous: Rendezvous) -> None:
+        await cluster.call(self.handle, "join_group", rendezvous)
+
+    async def leave_group(self, connection: str) -> None:
+        await cluster.call(self.handle, "leave_group", connection)
+
+    async def pause_generation(self, epoch: int, policy: Policy) -> None:
+        await cluster.call(self.handle, "pause_generation", epoch, policy)
+
+    async def receive_weights(self, order: UpdateOrder) -> EngineReceipt:
+        receipt: EngineReceipt = await cluster.call(self.handle, "receive_weights", order)
+        return receipt
+
+    async def finish_weight_update(self, order: UpdateOrder) -> None:
+        await cluster.call(self.handle, "finish_weight_update", order)
+
+    async def abort_weight_update(self, epoch: int, published: int | None) -> EngineStatus:
+        status: EngineStatus = await cluster.call(self.handle, "abort_weight_update", epoch, published)
+        return status
+
+    async def resume_generation(self, epoch: int) -> None:
+        await cluster.call(self.handle, "resume_generation", epoch)

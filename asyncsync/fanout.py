@@ -1,0 +1,72 @@
+"""Several calls at once, with the two endings an update needs: the first failure wins, or everyone is heard."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Collection, Mapping
+from typing import Any, TypeVar
+
+import anyio
+
+K = TypeVar("K")
+T = TypeVar("T")
+
+
+async def race(calls: Mapping[K, Awaitable[T]]) -> dict[K, T]:
+    """Run calls together; the first to fail ends the others, and its error is raised as it is (R5).
+
+    Cancelled, it cancels every call and waits until each has ended.
+    """
+    failures: list[Exception] = []
+
+    async def watch(call: Awaitable[T]) -> T:
+        try:
+            return await call
+        except Exception as error:
+            failures.append(error)
+            raise
+
+    tasks = {key: asyncio.ensure_future(watch(call)) for key, call in calls.items()}
+    try:
+        if tasks:
+            await asyncio.wait(tasks.values(), return_when=asyncio.FIRST_EXCEPTION)
+    finally:
+        await _end(tasks.values())
+    if failures:
+        raise failures[0]
+    return {key: task.result() for key, task in tasks.items()}
+
+
+async def settle(calls: Mapping[K, Awaitable[T]]) -> dict[K, T | Exception]:
+    """Run calls together and wait for all; an error takes the place of its call's result.
+
+    Cancelled, it cancels every call and waits until each has ended.
+    """
+    tasks = {key: asyncio.ensure_future(call) for key, call in calls.items()}
+    try:
+        if tasks:
+            await asyncio.wait(tasks.values())
+    finally:
+        await _end(tasks.values())
+    results: dict[K, T | Exception] = {}
+    for key, task in tasks.items():
+        error = task.exception()
+        if error is None:
+            results[key] = task.result()
+        elif isinstance(error, Exception):
+            results[key] = error
+        else:
+            raise error
+    return results
+
+
+async def _end(tasks: Collection[asyncio.Future[Any]]) -> None:
+    running = [task for task in tasks if not task.done()]
+    for task in running:
+        task.cancel()
+    if running:
+        with anyio.CancelScope(shield=True):
+            await asyncio.wait(running)
+    for task in tasks:
+        if task.done() and not task.cancelled():
+            task.exception()  # seen: one error is raised for all, or each is handed over

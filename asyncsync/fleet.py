@@ -1,0 +1,167 @@
+"""The engines of a synchronizer: who they are, one call to all of them, and whose error an error is."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from asyncsync import cluster
+from asyncsync.engines.base import RolloutEngine
+from asyncsync.engines.remote import RemoteEngine
+from asyncsync.errors import ConnectError, EngineError, PlanError
+from asyncsync.fanout import settle
+from asyncsync.messages import EngineStatus, Policy
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Member:
+    """One engine of the fleet.
+
+    Attributes:
+        name: What reports and errors call it.
+        engine: The engine.
+    """
+
+    name: str
+    engine: RolloutEngine
+
+    async def call(self, call: Callable[[RolloutEngine], Awaitable[T]], timeout: float | None = None) -> T:
+        """Call the engine; its errors come back as its own.
+
+        Args:
+            call: What to call.
+            timeout: Seconds it may take.
+
+        Raises:
+            EngineError: It failed, or is gone; the engine's own error is the cause.
+            PlanError: It refused the weights.
+            ConnectError: It could not join.
+        """
+        try:
+            async with asyncio.timeout(timeout):
+                return await call(self.engine)
+        except (PlanError, ConnectError) as error:
+            named: Exception = (
+                PlanError(f"{self.name}: {error}", names=error.names)
+                if isinstance(error, PlanError)
+                else ConnectError(f"{self.name}: {error}")
+            )
+            raise named from error
+        except cluster.ActorLostError as error:
+            raise EngineError(f"{self.name} is gone: its process died or was replaced", engine=self.name) from error
+        except TimeoutError as error:
+            raise EngineError(f"{self.name} did not answer within {timeout} s", engine=self.name) from error
+        except Exception as error:
+            raise EngineError(f"{self.name} failed: {type(error).__name__}: {error}", engine=self.name) from error
+
+
+class Fleet:
+    """Engines that are updated together.
+
+    Args:
+        engines: Ray actors that include :class:`asyncsync.ModuleEngine`, or objects with the protocol.
+
+    Raises:
+        ValueError: There are none, or one is given twice.
+        TypeError: One does not have the protocol.
+    """
+
+    def __init__(self, engines: Iterable[Any]) -> None:
+        given = list(engines)
+        if not given:
+            raise ValueError("a synchronizer needs at least one engine")
+        keys = [cluster.actor_key(engine) for engine in given]
+        for index, key in enumerate(keys):
+            if key in keys[:index]:
+                raise ValueError(f"engine {index} is given twice: it is engine {keys.index(key)} too")
+        self.members = tuple(
+            Member(f"{cluster.actor_class_name(engine)}-{index}", as_engine(engine))
+            for index, engine in enumerate(given)
+        )
+
+    async def all(
+        self, call: Callable[[RolloutEngine], Awaitable[T]], *, members: Sequence[Member] | None = None
+    ) -> dict[Member, T]:
+        """Call every engine, and wait for all of them.
+
+        Raises:
+            EngineError: One failed (its error is raised as itself).
+            PlanError: Engines refused the weights; one error that tells what each refused.
+            ExceptionGroup: Several failed.
+        """
+        results = await self.each(call, members=members)
+        errors = [result for result in results.values() if isinstance(result, Exception)]
+        if errors:
+            raise combine_errors(errors)
+        return results  # type: ignore[return-value]  # no exceptions left
+
+    async def each(
+        self,
+        call: Callable[[RolloutEngine], Awaitable[T]],
+        *,
+        members: Sequence[Member] | None = None,
+        timeout: float | None = None,
+    ) -> dict[Member, T | Exception]:
+        """Call every engine, wait for all of them, and give each one's result or error.
+
+        Args:
+            call: What to call.
+            members: Which engines; all of them if None.
+            timeout: Seconds that each may take, whatever the others do.
+        """
+        chosen = self.members if members is None else members
+        return await settle({member: member.call(call, timeout) for member in chosen})
+
+    async def describe(self, policy: Policy) -> dict[Member, EngineStatus]:
+        """Ask every engine how it is.
+
+        Raises:
+            ConnectError: One cannot be used: it is another one too, cannot do the policy, or would not answer while
+                it generates.
+        """
+        statuses = await self.all(lambda engine: engine.describe_engine())
+        seen: dict[str, str] = {}
+        for member, status in statuses.items():
+            if status.instance in seen:
+                raise ConnectError(f"{member.name} and {seen[status.instance]} are the same engine")
+            seen[status.instance] = member.name
+            if policy not in status.policies:
+                can = ", ".join(status.policies)
+                raise ConnectError(f"{member.name} cannot {policy} requests in flight, only {can}")
+            if not status.control_group:
+                raise ConnectError(
+                    f"{member.name} would not answer while it generates: "
+                    "declare its class with @asyncsync.remote(…) in place of @ray.remote(…)"
+                )
+        return statuses
+
+
+def as_engine(candidate: Any) -> RolloutEngine:
+    """The engine behind whatever a user may pass as one.
+
+    Raises:
+        TypeError: It is none.
+    """
+    if cluster.is_actor(candidate) or hasattr(getattr(candidate, "describe_engine", None), "remote"):
+        return RemoteEngine(candidate)
+    if isinstance(candidate, RolloutEngine) and not isinstance(candidate, type):
+        return candidate
+    raise TypeError(
+        f"{candidate!r} is no rollout engine: give a Ray actor that includes asyncsync.ModuleEngine, "
+        "or an object with the RolloutEngine protocol"
+    )
+
+
+def combine_errors(errors: Sequence[Exception]) -> Exception:
+    """One error of several engines: itself if it is the only one, a PlanError if all are, else a group."""
+    if len(errors) == 1:
+        return errors[0]
+    plans = [error for error in errors if isinstance(error, PlanError)]
+    if len(plans) == len(errors):
+        names = sorted({name for error in plans for name in error.names})
+        return PlanError(" | ".join(str(error) for error in plans), names=names)
+    return ExceptionGroup(f"{len(errors)} engines failed", list(errors))

@@ -1,0 +1,178 @@
+"""What conductor, trainer ranks and engines tell each other: the control plane's values.
+
+Every message that belongs to an update carries its *epoch*: a number that grows with every attempt, over all
+conductors an engine has ever had. An engine refuses anything older than the newest it has seen, so a message that was
+delayed, or that comes from a driver that was replaced, changes nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import torch
+
+from asyncsync.buckets import TensorSpec
+from asyncsync.weights import NameMap
+
+PROTOCOL_VERSION = 1
+
+Backend: TypeAlias = Literal["gloo", "nccl"]
+
+Policy: TypeAlias = Literal["drain", "abort", "recompute", "continue"]
+"""What happens to requests in flight: they finish first, end now, or go on with the cache recomputed or kept."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadOptions:
+    """How a trainer rank is to read its weights.
+
+    Attributes:
+        bucket_size: Bytes a bucket may have at the most.
+        name_map: Applied to every name.
+        dtype: Floating-point tensors are sent in this dtype.
+    """
+
+    bucket_size: int
+    name_map: NameMap | None = None
+    dtype: torch.dtype | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """What an update will send, for an engine to compare with what it holds.
+
+    Attributes:
+        specs: The tensors, in order.
+        bucket_size: Bytes a bucket may have at the most.
+        digest: Digest of the plan; an engine that plans the same specs must come to the same (R10).
+        partial: Whether names that the engine has and the trainer does not send are fine.
+    """
+
+    specs: tuple[TensorSpec, ...]
+    bucket_size: int
+    digest: str
+    partial: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerStatus:
+    """A trainer rank, about to send.
+
+    Attributes:
+        instance: Differs for every process (or object) that ever was this rank.
+        address: Where its group can be reached.
+        device: Device type of its weights.
+        connection: The group it is in, if any.
+        plan_digest: Digest of its plan.
+        specs: What it will send; None if the caller knows this plan already.
+        control_group: Whether its control calls are answered while its other methods run.
+    """
+
+    instance: str
+    address: str
+    device: str
+    connection: str | None
+    plan_digest: str
+    specs: tuple[TensorSpec, ...] | None
+    control_group: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStatus:
+    """A rollout engine, as it is now.
+
+    Attributes:
+        instance: Differs for every process (or object) that ever was this engine: a restart is a new one.
+        device: Device type of its weights.
+        staged: Whether it holds new weights beside the old until the commit.
+        policies: What it can do with requests in flight.
+        world_size: How many ranks of it receive.
+        epoch: The newest it has seen.
+        weight_version: The version it serves; None before the first, and while tainted.
+        tainted: Why it must not serve, or None.
+        connection: The group it is in, if any.
+        plan_digest: The layout it has accepted, if any.
+        control_group: Whether its control calls are answered while its other methods run.
+    """
+
+    instance: str
+    device: str
+    staged: bool
+    policies: tuple[Policy, ...] = ("drain",)
+    world_size: int = 1
+    epoch: int = 0
+    weight_version: int | None = None
+    tainted: str | None = None
+    connection: str | None = None
+    plan_digest: str | None = None
+    control_group: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rendezvous:
+    """How to join a data plane group.
+
+    Attributes:
+        connection: Its name, random and never used again: who does not know it cannot join.
+        backend: Chosen once, for all ends (R10).
+        address: Where the source rank's store listens.
+        port: Its port, held by the store from before it was told.
+        rank: This member's rank (its first, if it has several); the source is rank 0.
+        world_size: Members in all.
+        join_timeout: Seconds to wait for the other members.
+        operation_timeout: Seconds after which an operation on the group gives up by itself.
+        protocol: The version of this protocol.
+    """
+
+    connection: str
+    backend: Backend
+    address: str
+    port: int
+    rank: int
+    world_size: int
+    join_timeout: float
+    operation_timeout: float
+    protocol: int = PROTOCOL_VERSION
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateOrder:
+    """One weight update, as trainer ranks and engines see it.
+
+    Attributes:
+        epoch: This attempt's number.
+        version: The version it is to become.
+        connection: The group the bytes come through.
+        plan_digest: The layout they come in.
+        base_epoch: The attempt that made the published version; "changed" is told against it.
+        timeout: Seconds after which to give it up, should the conductor be gone.
+    """
+
+    epoch: int
+    version: int
+    connection: str
+    plan_digest: str
+    base_epoch: int | None
+    timeout: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendReceipt:
+    """What a source rank sent.
+
+    Attributes:
+        digest: Digest of the whole set of weights.
+        tensors: Distinct tensors sent.
+        tensors_changed: How many differ from the published version.
+        buckets: Buckets sent.
+        nbytes: Bytes of the tensors.
+        nbytes_changed: Bytes of those that differ.
+    """
+
+    digest: str
+    tensors: int
+    tensors_changed: int
+    buckets: int
+    nbytes: int
+    nbytes_changed: int

@@ -1,0 +1,144 @@
+"""Moving tensors into a flat buffer of bytes and out of it, bit for bit.
+
+A tensor is its bytes (R11): strided, expanded, 0-dim and empty ones, and every dtype. Copies go through integer views
+of the same width wherever source and target have the same dtype, so no kernel for an exotic dtype is needed and no
+NaN payload or odd bool is touched. Tensors that are split over buckets are walked row-major in slices, so not even a
+large strided one is ever copied whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from asyncsync.buckets import Bucket, Piece, Plan
+from asyncsync.digests import StreamingDigests, combine
+
+_RAW_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def raw(tensor: Tensor) -> Tensor:
+    """The same memory as integers of the same width (complex128 stays as it is: no integer is as wide)."""
+    if tensor.is_conj():  # a lazy conjugate's memory is not its value
+        tensor = tensor.resolve_conj()
+    if tensor.is_neg():
+        tensor = tensor.resolve_neg()
+    return tensor.view(_RAW_DTYPES.get(tensor.dtype.itemsize, tensor.dtype))
+
+
+def row_major(tensor: Tensor, start: int, stop: int) -> Iterator[Tensor]:
+    """Elements ``start`` to ``stop`` of a tensor in row-major order, as views that follow one another."""
+    if start >= stop:
+        return
+    if start == 0 and stop == tensor.numel():
+        yield tensor
+        return
+    if tensor.is_contiguous():
+        yield tensor.view(-1)[start:stop]
+        return
+    row = tensor.numel() // tensor.shape[0]
+    first, whole = start // row, stop // row
+    if start % row:
+        yield from row_major(tensor[first], start - first * row, min(row, stop - first * row))
+        first += 1
+    if whole > first:
+        yield tensor[first:whole]
+    if stop % row and whole >= first:
+        yield from row_major(tensor[whole], 0, stop - whole * row)
+
+
+def arena_views(plan: Plan, arena: Tensor) -> list[Tensor]:
+    """Every tensor of the plan as a view of a flat uint8 arena of ``plan.arena_nbytes``."""
+    return [
+        arena[offset : offset + spec.nbytes].view(spec.dtype).view(spec.shape)
+        for spec, offset in zip(plan.specs, plan.offsets, strict=True)
+    ]
+
+
+def pack(plan: Plan, bucket: Bucket, tensors: Sequence[Tensor], buffer: Tensor) -> None:
+    """Fill a bucket's buffer from the tensors of the plan.
+
+    Args:
+        plan: The plan.
+        bucket: One of its buckets.
+        tensors: All tensors of the plan, in order. One whose dtype differs from its spec's is converted.
+        buffer: Flat uint8, ``bucket.nbytes`` long. May be on another device.
+    """
+    with torch.no_grad():
+        targets, sources = [], []
+        for index, (start, stop) in zip(bucket.whole, bucket.spans, strict=True):
+            spec, tensor = plan.specs[index], tensors[index]
+            target = buffer[start:stop].view(spec.dtype)
+            if tensor.dtype == spec.dtype:
+                target, tensor = raw(target), raw(tensor)
+            targets.append(target.view(spec.shape))
+            sources.append(tensor)
+        if targets:
+            torch._foreach_copy_(targets, sources)
+        for piece in bucket.pieces:
+            for tensor_part, buffer_part in _parts(plan, piece, tensors[piece.tensor], buffer):
+                buffer_part.copy_(tensor_part)
+
+
+def unpack(plan: Plan, bucket: Bucket, buffer: Tensor, tensors: Sequence[Sequence[Tensor]]) -> None:
+    """Write a bucket's bytes into tensors: the inverse of :func:`pack`.
+
+    Args:
+        plan: The plan.
+        bucket: One of its buckets.
+        buffer: Flat uint8, ``bucket.nbytes`` long.
+        tensors: For every tensor of the plan, the tensors to write it to (dtype and shape as in its spec).
+    """
+    with torch.no_grad():
+        for index, (start, stop) in zip(bucket.whole, bucket.spans, strict=True):
+            spec = plan.specs[index]
+            source = raw(buffer[start:stop].view(spec.dtype)).view(spec.shape)
+            for tensor in tensors[index]:
+                raw(tensor).copy_(source)
+        for piece in bucket.pieces:
+            for tensor in tensors[piece.tensor]:
+                for tensor_part, buffer_part in _parts(plan, piece, tensor, buffer):
+                    tensor_part.copy_(buffer_part)
+
+
+def _parts(plan: Plan, piece: Piece, tensor: Tensor, buffer: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Pairs of views that cover a piece: of the tensor, and of the buffer."""
+    spec = plan.specs[piece.tensor]
+    width = spec.dtype.itemsize
+    flat = buffer[piece.offset : piece.offset + piece.stop - piece.start].view(spec.dtype)
+    if tensor.dtype == spec.dtype:
+        flat, tensor = raw(flat), raw(tensor)
+    position = 0
+    for part in row_major(tensor, piece.start // width, piece.stop // width):
+        yield part, flat[position : position + part.numel()].view(part.shape)
+        position += part.numel()
+
+
+def hash_bucket(plan: Plan, bucket: Bucket, buffer: Tensor, digests: StreamingDigests) -> None:
+    """Add a bucket's tensors to the digests. Buckets must come in order.
+
+    Args:
+        plan: The plan.
+        bucket: One of its buckets.
+        buffer: Its bytes: flat uint8; a buffer on a device is copied to the host first.
+        digests: Where they are added.
+    """
+    data = memoryview(buffer.cpu().numpy())  # type: ignore[arg-type]  # numpy arrays are buffers
+    digests.add_whole(bucket.whole, bucket.spans, data)
+    for piece in bucket.pieces:
+        end = piece.offset + piece.stop - piece.start
+        last = piece.stop == plan.specs[piece.tensor].nbytes
+        digests.add_piece(piece.tensor, data[piece.offset : end], last=last)
+
+
+def digest_weights(plan: Plan, tensors: Sequence[Tensor]) -> str:
+    """The digest of a set of weights as they lie in memory now; needs one bucket of extra memory."""
+    digests = StreamingDigests(len(plan.specs))
+    buffer = torch.empty(plan.largest_bucket, dtype=torch.uint8)
+    for bucket in plan.buckets:
+        part = buffer[: bucket.nbytes]
+        pack(plan, bucket, tensors, part)
+        hash_bucket(plan, bucket, part, digests)
+    return combine(plan.layout_digest, digests.result())

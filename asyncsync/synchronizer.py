@@ -1,0 +1,468 @@
+"""The weight synchronizer: a weight update as one awaited transaction.
+
+``_transaction`` is the whole of it. Every step that must be undone is a context manager around what follows, so that
+the way back is the way in reversed, on success, failure and cancellation alike (R2).
+
+Updates run in a task of their own: those who ask meanwhile share the next one, and a caller who is cancelled takes
+nothing from the others (R1).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Iterable
+from contextlib import AsyncExitStack, asynccontextmanager
+from types import TracebackType
+from typing import Any, Self, cast
+
+import anyio
+import torch
+
+from asyncsync import cluster
+from asyncsync.buckets import DEFAULT_BUCKET_SIZE
+from asyncsync.clock import UpdateClock
+from asyncsync.coalesce import Coalescer
+from asyncsync.connection import BackendChoice, Connection, call_trainer
+from asyncsync.errors import (
+    ClosedError,
+    EventLoopError,
+    LockError,
+    LockTimeoutError,
+    NotReadyError,
+    TransferError,
+    WeightUpdateError,
+    WeightUpdateTimeoutError,
+)
+from asyncsync.fanout import race, settle
+from asyncsync.fleet import Fleet, Member, combine_errors
+from asyncsync.lock import RolloutLock
+from asyncsync.messages import EngineStatus, Policy, ReadOptions, SendReceipt, UpdateOrder
+from asyncsync.report import EngineOutcome, EngineState, WeightUpdate
+from asyncsync.shared_lock import SharedRolloutLock
+from asyncsync.trainer import RemoteTrainer, Trainer, TrainerRank
+from asyncsync.weights import NameMap, Weights
+
+DEFAULT_TIMEOUT = 600.0
+"""Seconds for a whole update."""
+
+CLEANUP_TIMEOUT = 10.0
+"""Seconds for each step of undoing an update that failed."""
+
+_log = logging.getLogger("asyncsync")
+
+
+class WeightSynchronizer:
+    """Brings a trainer's weights to rollout engines, a whole version at a time.
+
+    Example:
+        >>> async with asyncsync.WeightSynchronizer(trainer, engines) as synchronizer:
+        ...     update = await synchronizer.update_weights()
+        ...     async with synchronizer.generation() as version:
+        ...         sample = await engines[0].generate.remote(prompt)
+
+    Nothing is connected before the first update, or :meth:`connect`. A synchronizer belongs to the event loop that
+    first uses it.
+
+    Args:
+        trainer: Where the weights come from: a module, a state dict, pairs of (name, tensor) or a function that
+            returns one of these, in this process; or a Ray actor whose class includes :class:`asyncsync.TrainerRank`
+            (or a list of one).
+        engines: Where they go: Ray actors whose class includes :class:`asyncsync.ModuleEngine`, or objects with the
+            :class:`asyncsync.RolloutEngine` protocol.
+        initial_version: The version of the weights that every engine holds already; None if they hold none that
+            counts, and nothing may be generated before the first update.
+        bucket_size: Bytes a message may have at the most.
+        name_map: From the trainer's name of a tensor to the engines'; None leaves the tensor out. Must be picklable
+            for a trainer that is an actor.
+        dtype: Floating-point tensors are converted to this dtype on purpose; without it, dtypes must agree.
+        partial: Whether engines may hold tensors that the trainer does not send.
+        backend: ``"gloo"``, ``"nccl"``, or ``"auto"``: NCCL if all weights are on GPUs.
+        timeout: Seconds for a whole update; phases have shares of it.
+        offload: For a trainer in this process: False if it never offloads its memory (see
+            :func:`asyncsync.memory_saver_guard`).
+        lock: The lock that generation and updates share, if others are to use it too; a lock of its own if None.
+
+    Raises:
+        ValueError: No engines, an engine given twice, several trainer ranks, or a size or time that is not positive.
+        TypeError: Something is neither a trainer nor weights, or no engine.
+    """
+
+    def __init__(
+        self,
+        trainer: Weights | Any,
+        engines: Iterable[Any],
+        *,
+        initial_version: int | None = None,
+        bucket_size: int = DEFAULT_BUCKET_SIZE,
+        name_map: NameMap | None = None,
+        dtype: torch.dtype | None = None,
+        partial: bool = False,
+        backend: BackendChoice = "auto",
+        timeout: float = DEFAULT_TIMEOUT,
+        offload: bool | None = None,
+        lock: RolloutLock | SharedRolloutLock | None = None,
+    ) -> None:
+        if bucket_size <= 0:
+            raise ValueError(f"bucket_size must be a positive number of bytes, not {bucket_size}")
+        if not timeout > 0:
+            raise ValueError(f"timeout must be a positive number of seconds, not {timeout}")
+        if initial_version is not None and initial_version < 0:
+            raise ValueError(f"initial_version must not be negative, but is {initial_version}")
+        self._fleet = Fleet(engines)
+        self._trainer, self._own_trainer = as_trainer(trainer, offload=offload)
+        self._lock = lock if lock is not None else RolloutLock("generation lock")
+        self._version = initial_version
+        self._timeout = timeout
+        self._policy: Policy = "drain"
+        self._base_epoch: int | None = None
+        self._connection = Connection(
+            self._trainer,
+            self._fleet,
+            options=ReadOptions(bucket_size=bucket_size, name_map=name_map, dtype=dtype),
+            partial=partial,
+            backend=backend,
+            policy=self._policy,
+            timeout=timeout,
+            cleanup_timeout=CLEANUP_TIMEOUT,
+        )
+        self._busy = asyncio.Lock()
+        self._updates = Coalescer(self._update, "asyncsync weight update")
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._closed = False
+
+    async def __aenter__(self) -> Self:
+        self._check_usable()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "updating" if self._updates.running else "idle"
+        engines = ", ".join(member.name for member in self._fleet.members)
+        return (
+            f"<WeightSynchronizer {state}: version {self._version}, engines {engines}; "
+            f"{self._updates.callers} waiting for an update; {self._lock!r}>"
+        )
+
+    @property
+    def weight_version(self) -> int | None:
+        """The published version: the newest that engines hold whole. None before the first."""
+        return self._version
+
+    async def update_weights(self) -> WeightUpdate:
+        """Bring the trainer's present weights to every engine, and publish them as a new version.
+
+        One update runs at a time. A call that comes while one is running waits for the next, together with all others
+        that come meanwhile; each gets that update's outcome. The weights must not change until it returns.
+
+        If it is cancelled, and nobody else waits for the same update, the update is undone before the cancellation
+        goes on.
+
+        Raises:
+            PlanError: The weights cannot be sent, or do not fit an engine: nothing was sent.
+            ConnectError: The group could not be set up: nothing was sent.
+            WeightUpdateError: The update failed; ``.phase`` and ``.outcomes`` say where and with what result. One
+                engine's failure is an EngineError, that of several an ExceptionGroup of them. Engines that hold
+                whole weights serve on; the next update repairs the others.
+            LockError: Called inside :meth:`generation`, it would wait for itself.
+            ClosedError: The synchronizer was closed, before or meanwhile.
+        """
+        self._check_usable()
+        if self._lock.holds() is not None:
+            raise LockError("update_weights() inside generation() would wait for itself: leave generation() first")
+        return await self._updates.request()
+
+    @asynccontextmanager
+    async def generation(self, *, timeout: float | None = None) -> AsyncIterator[int]:
+        """Generate with a whole version: many at once, and never while an update commits.
+
+        Entering waits while engines are paused; it gives the version that will be read, now, at dispatch.
+
+        Args:
+            timeout: Seconds to wait; the lock's own default if None.
+
+        Raises:
+            NotReadyError: There is no version yet: update first, or pass ``initial_version``.
+            LockTimeoutError: An update held generation back for longer than ``timeout``.
+            ClosedError: The synchronizer was closed.
+        """
+        self._check_usable()
+        self._check_version()
+        async with self._lock.reader(timeout=timeout):
+            self._check_usable()
+            yield self._check_version()
+
+    async def connect(self) -> None:
+        """Do now what the first update would do first: agree on the layout, and connect.
+
+        Raises:
+            PlanError: The weights cannot be sent, or do not fit an engine.
+            ConnectError: The group could not be set up; nothing is left half-open.
+            EngineError: An engine failed.
+            TrainerError: The trainer failed.
+        """
+        self._check_usable()
+        async with self._busy:
+            await self._agree(UpdateClock(self._timeout))
+
+    async def aclose(self) -> None:
+        """Cancel the running update, leave the group, and refuse further use; a second call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        await self._updates.aclose()
+        with anyio.CancelScope(shield=True):
+            await self._connection.aclose()
+        if self._own_trainer is not None:
+            self._own_trainer.close()
+
+    # -- the transaction ------------------------------------------------------------------------------------------
+
+    async def _update(self) -> WeightUpdate:
+        async with self._busy:
+            clock = UpdateClock(self._timeout)
+            order, engines = await self._agree(clock)
+            attempt = _Attempt(order, engines)
+            try:
+                await self._transaction(attempt, clock)
+            except WeightUpdateError as error:
+                attempt.explain(error, clock)
+                raise
+            except ExceptionGroup as group:
+                for each in group.exceptions:
+                    if isinstance(each, WeightUpdateError):
+                        attempt.explain(each, clock)
+                raise
+            update = attempt.report(clock)
+            _log.info("%s", update)
+            return update
+
+    async def _transaction(self, attempt: _Attempt, clock: UpdateClock) -> None:
+        if attempt.staged:
+            async with self._undone_if_it_fails(attempt):
+                await self._transfer(attempt, clock)
+                async with self._paused(attempt, clock), self._undone_if_it_fails(attempt):
+                    await self._finish(attempt, clock)
+        else:
+            async with self._paused(attempt, clock), self._undone_if_it_fails(attempt):
+                await self._transfer(attempt, clock)
+                await self._finish(attempt, clock)
+
+    async def _agree(self, clock: UpdateClock) -> tuple[UpdateOrder, dict[Member, EngineStatus]]:
+        return await self._connection.agree(clock, base_epoch=self._base_epoch, version=self._version or 0)
+
+    async def _transfer(self, attempt: _Attempt, clock: UpdateClock) -> None:
+        """Send and receive at once; the first failure at either end wins (R5), and digests must agree (R12)."""
+        order = attempt.order
+        with clock.phase("transfer"):
+            ends: dict[Member | None, Any] = {None: call_trainer(lambda: self._trainer.send_weights(order))}
+            for member in self._fleet.members:
+                ends[member] = member.call(lambda engine: engine.receive_weights(order))
+            receipts = await race(ends)
+            sent: SendReceipt = receipts[None]
+            for end, receipt in receipts.items():
+                if end is not None and receipt.digest != sent.digest:
+                    raise TransferError(
+                        f"{end.name} received other bytes than were sent: digest {receipt.digest}, sent {sent.digest}"
+                    )
+        attempt.sent = sent
+
+    @asynccontextmanager
+    async def _paused(self, attempt: _Attempt, clock: UpdateClock) -> AsyncIterator[None]:
+        """No reader, and every engine paused; in the end, every engine that holds whole weights serves again."""
+        order = attempt.order
+        async with AsyncExitStack() as stack:
+            with clock.phase("drain"):
+                try:
+                    await stack.enter_async_context(
+                        self._lock.writer(timeout=clock.limit("drain"), holder=f"update to version {order.version}")
+                    )
+                except LockTimeoutError as error:
+                    raise WeightUpdateTimeoutError(f"generation did not end in time: {error}") from error
+            with clock.measure("paused"):
+                try:
+                    with clock.phase("pause"):
+                        await self._fleet.all(lambda engine: engine.pause_generation(order.epoch, self._policy))
+                    yield
+                finally:
+                    with anyio.CancelScope(shield=True):
+                        errors = await self._resume(attempt, clock)
+                if errors:
+                    raise combine_errors(errors)
+
+    async def _resume(self, attempt: _Attempt, clock: UpdateClock) -> list[Exception]:
+        whole = [member for member in self._fleet.members if attempt.may_serve(member)]
+        with clock.measure("resume"):
+            results = await self._fleet.each(
+                lambda engine: engine.resume_generation(attempt.order.epoch),
+                members=whole,
+                timeout=CLEANUP_TIMEOUT,
+            )
+        errors = {member: result for member, result in results.items() if isinstance(result, Exception)}
+        for member, error in errors.items():
+            attempt.record(member, EngineState.LOST, error=error)
+            _log.warning("could not resume: %s", error)
+        return list(errors.values())
+
+    async def _finish(self, attempt: _Attempt, clock: UpdateClock) -> None:
+        """Switch every engine to the new version, and publish it, last of all (R3)."""
+        with clock.phase("finish"):
+            await self._fleet.all(lambda engine: engine.finish_weight_update(attempt.order))
+        self._publish(attempt)
+        for member in self._fleet.members:
+            attempt.record(member, EngineState.UPDATED, weight_version=attempt.order.version)
+
+    def _publish(self, attempt: _Attempt) -> None:
+        self._version, self._base_epoch = attempt.order.version, attempt.order.epoch
+
+    @asynccontextmanager
+    async def _undone_if_it_fails(self, attempt: _Attempt) -> AsyncIterator[None]:
+        """On failure, end the update at both ends and learn who holds what; shielded and bounded (R7)."""
+        try:
+            yield
+        except BaseException:
+            if not attempt.undone:
+                with anyio.CancelScope(shield=True):
+                    await self._undo(attempt)
+                attempt.undone = True
+            raise
+
+    async def _undo(self, attempt: _Attempt) -> None:
+        epoch = attempt.order.epoch
+        ends: dict[str, Any] = {
+            "trainer": call_trainer(lambda: self._trainer.abort_send(epoch), timeout=CLEANUP_TIMEOUT),
+            "engines": self._fleet.each(
+                lambda engine: engine.abort_weight_update(epoch, None), timeout=CLEANUP_TIMEOUT
+            ),
+        }
+        results = await settle(ends)
+        if isinstance(results["trainer"], Exception):
+            _log.warning("could not stop the sending: %s", results["trainer"])
+        engines = cast("dict[Member, EngineStatus | Exception]", results["engines"])
+        version = attempt.order.version
+        switched = {
+            member
+            for member, status in engines.items()
+            if isinstance(status, EngineStatus) and status.weight_version == version
+        }
+        if switched:
+            # Some engines hold the new version whole, so it is out; those that do not are behind it.
+            self._publish(attempt)
+            behind = [member for member in engines if member not in switched]
+            engines |= await self._fleet.each(
+                lambda engine: engine.abort_weight_update(epoch, version),
+                members=behind,
+                timeout=CLEANUP_TIMEOUT,
+            )
+        for member, status in engines.items():
+            if isinstance(status, Exception):
+                attempt.record(member, EngineState.LOST, error=status)
+            elif status.tainted is not None:
+                attempt.record(member, EngineState.TAINTED, error=status.tainted)
+            else:
+                state = EngineState.UPDATED if member in switched else EngineState.UNCHANGED
+                attempt.record(member, state, weight_version=status.weight_version)
+
+    # -- use ------------------------------------------------------------------------------------------------------
+
+    def _check_usable(self) -> None:
+        if self._closed:
+            raise ClosedError("the synchronizer was closed")
+        loop = asyncio.get_running_loop()
+        if self._loop is None:
+            self._loop = loop
+        if self._loop is not loop:
+            raise EventLoopError("a WeightSynchronizer belongs to the event loop that first used it, not to this one")
+
+    def _check_version(self) -> int:
+        if self._version is None:
+            raise NotReadyError(
+                "no weights were published yet: await update_weights() first, "
+                "or pass initial_version if the engines hold them already"
+            )
+        return self._version
+
+
+class _Attempt:
+    """One attempt at an update, and what became of each engine so far."""
+
+    def __init__(self, order: UpdateOrder, engines: dict[Member, EngineStatus]) -> None:
+        self.order = order
+        self.staged = all(status.staged for status in engines.values())
+        self.sent: SendReceipt | None = None
+        self.undone = False
+        self.outcomes = {
+            member: EngineOutcome(
+                engine=member.name,
+                state=EngineState.TAINTED if status.tainted else EngineState.UNCHANGED,
+                weight_version=status.weight_version,
+                error=status.tainted,
+            )
+            for member, status in engines.items()
+        }
+
+    def record(
+        self,
+        member: Member,
+        state: EngineState,
+        *,
+        weight_version: int | None = None,
+        error: Exception | str | None = None,
+    ) -> None:
+        updated = state is EngineState.UPDATED and self.sent is not None
+        self.outcomes[member] = EngineOutcome(
+            engine=member.name,
+            state=state,
+            weight_version=weight_version,
+            digest=self.sent.digest if updated and self.sent else None,
+            error=None if error is None else str(error),
+        )
+
+    def may_serve(self, member: Member) -> bool:
+        return self.outcomes[member].state in (EngineState.UPDATED, EngineState.UNCHANGED)
+
+    def explain(self, error: WeightUpdateError, clock: UpdateClock) -> None:
+        error.phase = error.phase or clock.phase_name
+        error.weight_version = self.order.version
+        error.outcomes = tuple(self.outcomes.values())
+
+    def report(self, clock: UpdateClock) -> WeightUpdate:
+        assert self.sent is not None
+        return WeightUpdate(
+            version=self.order.version,
+            outcomes=tuple(self.outcomes.values()),
+            tensors=self.sent.tensors,
+            tensors_changed=self.sent.tensors_changed,
+            buckets=self.sent.buckets,
+            bytes=self.sent.nbytes,
+            bytes_changed=self.sent.nbytes_changed,
+            digest=self.sent.digest,
+            seconds=clock.seconds | {"total": clock.elapsed},
+        )
+
+
+def as_trainer(candidate: Any, *, offload: bool | None) -> tuple[Trainer, TrainerRank | None]:
+    """The trainer behind whatever a user may pass as one; and the rank made for it here, if one was.
+
+    Raises:
+        TypeError: It is neither a trainer nor weights.
+        ValueError: It is several trainer ranks.
+    """
+    if isinstance(candidate, list | tuple) and candidate and _is_remote(candidate[0]):
+        if len(candidate) > 1:
+            raise ValueError(f"this version sends from one trainer rank, not {len(candidate)}")
+        candidate = candidate[0]
+    if _is_remote(candidate):
+        return RemoteTrainer(candidate), None
+    if isinstance(candidate, TrainerRank):
+        return candidate, None
+    rank = TrainerRank(candidate, offload=offload)
+    return rank, rank
+
+
+def _is_remote(candidate: Any) -> bool:
+    return cluster.is_actor(candidate) or hasattr(getattr(candidate, "describe_weights", None), "remote")

@@ -1,0 +1,84 @@
+"""One thread that runs what it is given, in order.
+
+Blocking work (collectives, gathers, packing, hashing, loading) must not run on an event loop (R8), and much of it must
+run on *one* thread: collectives keep their order that way, and torch_memory_saver's flag belongs to a thread (R9).
+A ``ThreadPoolExecutor`` of one worker would do, but it is joined when the interpreter exits, so one collective stuck
+on a dead peer would hold the program for its whole timeout. This thread is a daemon.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import Any, ParamSpec, TypeVar
+
+from asyncsync.errors import ClosedError
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class WorkerThread:
+    """A daemon thread, started by its first job, that runs jobs one at a time in the order they came.
+
+    Args:
+        name: The thread's name, for a person with a stack dump.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._jobs: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "idle" if self._thread is None else "started"
+        return f"<WorkerThread {self.name!r}: {state}, {self._jobs.qsize()} jobs queued>"
+
+    def submit(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Queue a job; it sees the caller's context variables.
+
+        Raises:
+            ClosedError: The thread was closed.
+        """
+        if self._closed:
+            raise ClosedError(f"thread {self.name!r} is closed")
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name=self.name, daemon=True)
+            self._thread.start()
+        context = contextvars.copy_context()
+        future: Future[T] = Future()
+        self._jobs.put((future, lambda: context.run(function, *args, **kwargs)))
+        return future
+
+    async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run a job and wait for it.
+
+        Cancelled, it takes the job out of the queue; a job that runs already runs on, and whatever is queued next
+        starts after it.
+        """
+        return await asyncio.wrap_future(self.submit(function, *args, **kwargs))
+
+    def close(self) -> None:
+        """Let the thread end after the jobs it has; more are refused. Does not wait."""
+        if not self._closed:
+            self._closed = True
+            self._jobs.put(None)
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            future, function = job
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                result = function()
+            except BaseException as error:  # noqa: BLE001 - it is the caller's: the future hands it over
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+            del job, future, function  # a thread that waits must not keep the last job's tensors alive
+            result = None

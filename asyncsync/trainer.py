@@ -1,0 +1,346 @@
+"""The trainer's side: a rank that reads, packs, hashes and sends its weights.
+
+A trainer rank has one *sender thread*. Joining the group, packing and starting broadcasts all run there, inside the
+memory-saver guard, so that collectives keep their order and the guard covers them (R8, R9). Hashing has a thread of its
+own, beside the sending. Waiting for the network is done on the event loop, on futures that can be abandoned.
+
+Two bucket buffers take turns: while one is on its way, the next bucket is packed into the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Awaitable
+from typing import Any, Protocol
+
+import anyio
+import numpy as np
+import torch
+from torch import Tensor
+
+from asyncsync import cluster
+from asyncsync.buckets import Bucket, Plan, plan_buckets
+from asyncsync.digests import Digests, StreamingDigests, combine
+from asyncsync.errors import ConnectError, TransferError, WeightUpdateError
+from asyncsync.guard import MemorySaverGuard, memory_saver_guard
+from asyncsync.messages import ReadOptions, Rendezvous, SendReceipt, TrainerStatus, UpdateOrder
+from asyncsync.packing import hash_bucket, pack
+from asyncsync.threads import WorkerThread
+from asyncsync.transports import broadcast
+from asyncsync.transports.base import Link
+from asyncsync.weights import Snapshot, Weights, WeightSource
+
+BUFFERS = 2
+
+
+class Trainer(Protocol):
+    """A trainer rank as the conductor sees it. In this process or in an actor, the calls are the same."""
+
+    async def describe_weights(self, options: ReadOptions, known_digest: str | None) -> TrainerStatus:
+        """Read names, dtypes and shapes, and plan. The tensors are left out if the plan is the known one."""
+        ...
+
+    async def open_group(self, timeout: float) -> Rendezvous:
+        """Hold a port for a new group; the rendezvous that is returned still lacks rank and size."""
+        ...
+
+    async def join_trainer_group(self, rendezvous: Rendezvous) -> None:
+        """Collective. Join the group that was opened, as its source."""
+        ...
+
+    async def leave_trainer_group(self, connection: str) -> None:
+        """Leave a group, joined or only opened; no error if there is none of that name."""
+        ...
+
+    async def send_weights(self, order: UpdateOrder) -> SendReceipt:
+        """Collective. Send every bucket of the weights last described."""
+        ...
+
+    async def abort_send(self, epoch: int) -> None:
+        """Stop sending an update, and leave its group; no error if it is not being sent."""
+        ...
+
+
+class TrainerRank:
+    """A rank that holds weights: include it in a trainer actor's class, or use one in this process.
+
+    Example:
+        >>> @asyncsync.remote(num_gpus=1)
+        ... class Trainer(asyncsync.TrainerRank):
+        ...     def __init__(self):
+        ...         self.model = build_model()
+        ...         super().__init__(self.model)
+        ...
+        ...     def train_step(self, batch): ...
+
+    Args:
+        weights: What to send: a module, a state dict, pairs of name and tensor, or a function that returns one of
+            these. Must not change while an update is under way.
+        offload: False if this trainer never offloads its memory; None to find out (see
+            :func:`asyncsync.memory_saver_guard`).
+
+    Raises:
+        TypeError: ``weights`` is none of these.
+    """
+
+    control_group: str | None = None
+
+    def __init__(self, weights: Weights, *, offload: bool | None = None) -> None:
+        self._source = WeightSource(weights)
+        self._offload = offload
+        self._instance = uuid.uuid4().hex
+        self._sender = WorkerThread("asyncsync-sender")
+        self._hasher = WorkerThread("asyncsync-hasher")
+        self._listener: broadcast.Listener | None = None
+        self._link: Link | None = None
+        self._plan: Plan | None = None
+        self._snapshot: Snapshot | None = None
+        self._buffers: list[Tensor] = []
+        self._device = "cpu"
+        self._sending: _Sending | None = None
+        self._ended_epoch = 0
+        self._sent: tuple[int, str, Digests] | None = None
+        self._published: tuple[int, str, Digests] | None = None
+
+    @cluster.control
+    async def describe_weights(self, options: ReadOptions, known_digest: str | None) -> TrainerStatus:
+        """See :class:`Trainer`.
+
+        Raises:
+            PlanError: The weights cannot be sent; see :meth:`asyncsync.weights.WeightSource.read`.
+        """
+        plan, snapshot = await self._sender.run(self._read, options)
+        self._plan, self._snapshot = plan, snapshot
+        return TrainerStatus(
+            instance=self._instance,
+            address=cluster.node_address(),
+            device=next((tensor.device.type for tensor in snapshot.tensors), "cpu"),
+            connection=self._link.connection if self._link else None,
+            plan_digest=plan.digest,
+            specs=None if plan.digest == known_digest else plan.specs,
+            control_group=self.control_group is not None or not cluster.in_actor(),
+        )
+
+    def _read(self, options: ReadOptions) -> tuple[Plan, Snapshot]:
+        snapshot = self._source.read(name_map=options.name_map, dtype=options.dtype)
+        plan = self._plan
+        if plan is None or plan.specs != snapshot.specs or plan.bucket_size != options.bucket_size:
+            plan = plan_buckets(snapshot.specs, options.bucket_size)
+        return plan, snapshot
+
+    @cluster.control
+    async def open_group(self, timeout: float) -> Rendezvous:
+        """See :class:`Trainer`.
+
+        Raises:
+            ConnectError: No port can be had on this node's address.
+        """
+        self._close()
+        async with self._guard() as guarded:
+            listener = await guarded.run(broadcast.Listener, cluster.node_address(), timeout=timeout)
+        self._listener = listener
+        return Rendezvous(
+            connection=listener.connection,
+            backend="gloo",
+            address=listener.address,
+            port=listener.port,
+            rank=0,
+            world_size=0,
+            join_timeout=timeout,
+            operation_timeout=timeout,
+        )
+
+    @cluster.control
+    async def join_trainer_group(self, rendezvous: Rendezvous) -> None:
+        """See :class:`Trainer`.
+
+        Raises:
+            ConnectError: Not every member came in time.
+        """
+        async with self._guard() as guarded:
+            await guarded.run(self._join, rendezvous)
+
+    def _join(self, rendezvous: Rendezvous) -> None:
+        listener = self._listener
+        if listener is None or listener.connection != rendezvous.connection:
+            raise ConnectError("the group to join was closed meanwhile")
+        self._link = broadcast.join(rendezvous, address=cluster.node_address(), listener=listener)
+        self._device = "cuda" if rendezvous.backend == "nccl" else "cpu"
+        self._buffers = []
+
+    @cluster.control
+    async def leave_trainer_group(self, connection: str) -> None:
+        """See :class:`Trainer`."""
+        async with self._guard() as guarded:
+            await guarded.run(self._leave, connection)
+
+    def _leave(self, connection: str) -> None:
+        if self._listener is not None and self._listener.connection == connection:
+            self._close()
+
+    def _close(self) -> None:
+        if self._link is not None:
+            self._link.close()
+        self._link = self._listener = None
+
+    @cluster.control
+    async def send_weights(self, order: UpdateOrder) -> SendReceipt:
+        """See :class:`Trainer`.
+
+        Raises:
+            TransferError: The bytes did not arrive, the sending was aborted, or took too long.
+        """
+        plan, snapshot, link = self._plan, self._snapshot, self._link
+        if plan is None or snapshot is None or plan.digest != order.plan_digest:
+            raise WeightUpdateError("the trainer's weights are not those that were described")
+        if link is None or link.connection != order.connection:
+            raise TransferError("the trainer is not in the group that the update goes through")
+        if order.epoch <= self._ended_epoch:
+            raise TransferError(f"the update of epoch {order.epoch} has ended already")
+        sending = _Sending(order.epoch, anyio.CancelScope(deadline=anyio.current_time() + order.timeout))
+        self._sending = sending
+        try:
+            with sending.scope:
+                async with self._guard() as guarded:
+                    digests = await self._send(guarded, link, plan, snapshot)
+                sending.done = True
+                return self._receipt(order, plan, digests)
+        finally:
+            self._snapshot = None
+            if not sending.done:
+                self._buffers = []  # an abandoned broadcast may still read them
+                self._close()
+            sending.ended.set()
+        what = "was aborted" if sending.scope.deadline > anyio.current_time() else "took too long"
+        raise TransferError(f"sending the weights of update {order.version} {what}")
+
+    async def _send(self, guarded: MemorySaverGuard, link: Link, plan: Plan, snapshot: Snapshot) -> Digests:
+        digests = StreamingDigests(len(plan.specs))
+        on_the_way: list[asyncio.Future[Any] | None] = [None] * BUFFERS
+        try:
+            for bucket in plan.buckets:
+                slot = bucket.index % BUFFERS
+                if (earlier := on_the_way[slot]) is not None:
+                    await earlier
+                buffer, handle = await guarded.run(self._pack_and_start, link, plan, bucket, snapshot)
+                hashed = self._hasher.submit(hash_bucket, plan, bucket, buffer, digests)
+                on_the_way[slot] = asyncio.gather(_in_bucket(bucket, link.wait(handle)), asyncio.wrap_future(hashed))
+            for left in on_the_way:
+                if left is not None:
+                    await left
+        finally:
+            for left in on_the_way:
+                if left is not None and not left.cancel() and not left.cancelled():
+                    left.exception()  # seen: the first failure is already on its way
+        return digests.result()
+
+    def _pack_and_start(self, link: Link, plan: Plan, bucket: Bucket, snapshot: Snapshot) -> tuple[Tensor, object]:
+        wanted = min(BUFFERS, len(plan.buckets))
+        if len(self._buffers) < wanted or self._buffers[0].numel() < plan.largest_bucket:
+            self._buffers = []  # free the old ones before the new ones are allocated
+            self._buffers = [
+                torch.empty(plan.largest_bucket, dtype=torch.uint8, device=self._device) for _ in range(wanted)
+            ]
+        buffer = self._buffers[bucket.index % BUFFERS][: bucket.nbytes]
+        pack(plan, bucket, snapshot.tensors, buffer)
+        return buffer, link.start_send(buffer)
+
+    def _receipt(self, order: UpdateOrder, plan: Plan, digests: Digests) -> SendReceipt:
+        if self._sent is not None and self._sent[0] == order.base_epoch:
+            self._published = self._sent
+        changed = np.ones(len(plan.specs), dtype=bool)
+        if self._published is not None and self._published[0] == order.base_epoch:
+            _, layout_digest, published = self._published
+            if layout_digest == plan.layout_digest:
+                changed = digests != published
+        self._sent = (order.epoch, plan.layout_digest, digests)
+        return SendReceipt(
+            digest=combine(plan.layout_digest, digests),
+            tensors=len(plan.specs),
+            tensors_changed=int(changed.sum()),
+            buckets=len(plan.buckets),
+            nbytes=plan.nbytes,
+            nbytes_changed=sum(plan.specs[index].nbytes for index in np.flatnonzero(changed)),
+        )
+
+    @cluster.control
+    async def abort_send(self, epoch: int) -> None:
+        """See :class:`Trainer`."""
+        self._ended_epoch = max(self._ended_epoch, epoch)
+        if self._sending is not None and self._sending.epoch == epoch:
+            self._sending.scope.cancel()
+            await self._sending.ended.wait()
+
+    def close(self) -> None:
+        """Leave the group and let the rank's threads end. Does not wait."""
+        self._close()
+        self._sender.close()
+        self._hasher.close()
+
+    def _guard(self) -> MemorySaverGuard:
+        return memory_saver_guard(offload=self._offload, thread=self._sender)
+
+
+class _Sending:
+    def __init__(self, epoch: int, scope: anyio.CancelScope) -> None:
+        self.epoch = epoch
+        self.scope = scope
+        self.done = False
+        self.ended = asyncio.Event()
+
+
+async def _in_bucket(bucket: Bucket, waiting: Awaitable[None]) -> None:
+    try:
+        await waiting
+    except TransferError as error:
+        error.bucket = bucket.index
+        raise
+
+
+TRAINER_METHODS = tuple(name for name in vars(Trainer) if not name.startswith("_"))
+"""The names of the methods a trainer rank must have."""
+
+
+class RemoteTrainer:
+    """A trainer rank that is a Ray actor: the same calls, remote.
+
+    Args:
+        handle: A Ray actor that includes :class:`TrainerRank`, or anything called the same way.
+
+    Raises:
+        TypeError: The handle lacks methods of a trainer rank; they are named.
+    """
+
+    def __init__(self, handle: Any) -> None:
+        missing = cluster.missing_methods(handle, TRAINER_METHODS)
+        if missing:
+            raise TypeError(
+                f"{cluster.actor_class_name(handle)} is no trainer rank: it lacks {', '.join(missing)}; "
+                "include asyncsync.TrainerRank in its class"
+            )
+        self.handle = handle
+
+    def __repr__(self) -> str:
+        return f"<RemoteTrainer {cluster.actor_class_name(self.handle)} {cluster.actor_key(self.handle)[:8]}>"
+
+    async def describe_weights(self, options: ReadOptions, known_digest: str | None) -> TrainerStatus:
+        status: TrainerStatus = await cluster.call(self.handle, "describe_weights", options, known_digest)
+        return status
+
+    async def open_group(self, timeout: float) -> Rendezvous:
+        rendezvous: Rendezvous = await cluster.call(self.handle, "open_group", timeout)
+        return rendezvous
+
+    async def join_trainer_group(self, rendezvous: Rendezvous) -> None:
+        await cluster.call(self.handle, "join_trainer_group", rendezvous)
+
+    async def leave_trainer_group(self, connection: str) -> None:
+        await cluster.call(self.handle, "leave_trainer_group", connection)
+
+    async def send_weights(self, order: UpdateOrder) -> SendReceipt:
+        receipt: SendReceipt = await cluster.call(self.handle, "send_weights", order)
+        return receipt
+
+    async def abort_send(self, epoch: int) -> None:
+        await cluster.call(self.handle, "abort_send", epoch)

@@ -1,0 +1,1 @@
+"""How bytes travel from source ranks to engines."""

@@ -1,0 +1,233 @@
+"""A broadcast over a process group of its own: gloo on CPU, NCCL on GPU.
+
+The group is independent of ``torch.distributed``'s global state: its store and its group object belong to the link,
+many can exist beside the trainer's own groups, and leaving one touches no other. Every bucket is broadcast as a flat
+uint8 tensor, since gloo refuses many dtypes and a tensor is its bytes anyway. This is the only module that uses
+``torch.distributed``.
+
+Two facts shape it. A gloo operation whose peer is gone cannot be interrupted, only left to run into its timeout; so
+operations have a finite timeout, waiting is done on futures that can be abandoned, and a closed link keeps its group
+alive aside until its last operation has ended. And a process group must not be dropped on one of its own threads, or
+while it is busy, since its destructor waits; so it is dropped on a thread made for that.
+
+The store's socket is bound and listening before its port is told to anyone, on this node's address only, and a
+member must know the connection's random name to find the group in it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import socket
+import threading
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroup, TCPStore, Work  # type: ignore[attr-defined]
+
+from asyncsync.errors import ConnectError, TransferError
+from asyncsync.messages import PROTOCOL_VERSION, Rendezvous
+
+
+class Listener:
+    """The source rank's store: it holds the port at which the others find each other.
+
+    Args:
+        address: This node's address, as the other members reach it.
+        timeout: Seconds a store operation may take.
+
+    Attributes:
+        connection: A fresh random name for the group.
+        address: The address it listens on.
+        port: The port it holds.
+
+    Raises:
+        ConnectError: It cannot listen there.
+    """
+
+    def __init__(self, address: str, *, timeout: float) -> None:
+        self.connection = secrets.token_hex(16)
+        self.address = address
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        with socket.socket(family, socket.SOCK_STREAM) as listening:
+            try:
+                listening.bind((address, 0))
+                listening.listen(1024)
+            except OSError as error:
+                raise ConnectError(f"cannot listen on {address}: {error}") from error
+            self.port = int(listening.getsockname()[1])
+            descriptor = listening.detach()
+        self.store = TCPStore(
+            address,
+            self.port,
+            None,
+            True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=timeout),
+            master_listen_fd=descriptor,
+        )
+
+
+def join(rendezvous: Rendezvous, *, address: str, listener: Listener | None = None) -> BroadcastLink:
+    """Join a group and wait for its other members. Blocks: call it on the member's worker thread.
+
+    Collective. Every member calls it at about the same time.
+
+    Args:
+        rendezvous: Where and as whom.
+        address: This node's own address, for the group's sockets.
+        listener: The store, in the process that holds it.
+
+    Raises:
+        ConnectError: The protocols differ, or not every member came in time. Nothing is left half-open.
+    """
+    if rendezvous.protocol != PROTOCOL_VERSION:
+        raise ConnectError(
+            f"this end speaks asyncsync protocol {PROTOCOL_VERSION}, the other {rendezvous.protocol}: "
+            "install the same version of asyncsync at both"
+        )
+    timeout = timedelta(seconds=rendezvous.join_timeout)
+    try:
+        store = (
+            listener.store
+            if listener is not None
+            else TCPStore(rendezvous.address, rendezvous.port, None, False, wait_for_workers=False, timeout=timeout)
+        )
+        group = _group(rendezvous, PrefixStore(rendezvous.connection, store), address)
+    except RuntimeError as error:  # DistStoreError, DistNetworkError and gloo's own are all RuntimeErrors
+        raise ConnectError(
+            f"rank {rendezvous.rank} of {rendezvous.world_size} could not join the group at "
+            f"{rendezvous.address}:{rendezvous.port} within {rendezvous.join_timeout:.3g} s: {error}"
+        ) from error
+    return BroadcastLink(rendezvous, group, store)
+
+
+def _group(rendezvous: Rendezvous, store: PrefixStore, address: str) -> ProcessGroup:
+    # The group's own timeout bounds how long it waits for its members; operations carry theirs with them.
+    join_timeout = timedelta(seconds=rendezvous.join_timeout)
+    store.set_timeout(join_timeout)
+    if rendezvous.backend == "nccl":
+        from torch.distributed import ProcessGroupNCCL
+
+        nccl = ProcessGroupNCCL.Options()
+        nccl._timeout = timedelta(seconds=rendezvous.operation_timeout)
+        return _as_group(ProcessGroupNCCL(store, rendezvous.rank, rendezvous.world_size, nccl))
+    from torch.distributed import ProcessGroupGloo
+
+    gloo = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    gloo._devices = [ProcessGroupGloo.create_device(hostname=address)]
+    gloo._timeout = join_timeout
+    return _as_group(ProcessGroupGloo(store, rendezvous.rank, rendezvous.world_size, gloo))
+
+
+def _as_group(backend: Any) -> ProcessGroup:
+    # A bare backend has the collectives of a ProcessGroup without being one.
+    group: ProcessGroup = backend
+    return group
+
+
+class BroadcastLink:
+    """A member of a broadcast group; rank 0 sends, the others receive. See :class:`~asyncsync.transports.base.Link`.
+
+    Attributes:
+        connection: The group's name.
+        backend: ``"gloo"`` or ``"nccl"``.
+    """
+
+    def __init__(self, rendezvous: Rendezvous, group: ProcessGroup, store: TCPStore) -> None:
+        self.connection = rendezvous.connection
+        self.backend = rendezvous.backend
+        self._timeout = timedelta(seconds=rendezvous.operation_timeout)
+        self._group: ProcessGroup | None = group
+        self._store: TCPStore | None = store
+        self._running: set[Work] = set()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._group is None else f"{len(self._running)} operations running"
+        return f"<BroadcastLink {self.connection[:8]} {self.backend}: {state}>"
+
+    def start_send(self, flat: Tensor) -> Work:
+        """Start a broadcast from this rank; the buffer must not change until it is waited for."""
+        return self._broadcast(flat)
+
+    def start_receive(self, flat: Tensor) -> Work:
+        """Start a broadcast into this rank's buffer."""
+        return self._broadcast(flat)
+
+    def _broadcast(self, flat: Tensor) -> Work:
+        if self._group is None:
+            raise TransferError("the link was closed")
+        options = BroadcastOptions()
+        options.rootRank, options.rootTensor = 0, 0
+        options.timeout = self._timeout
+        work = self._group.broadcast([flat], options)
+        self._running.add(work)
+        return work
+
+    async def wait(self, handle: Work) -> None:
+        """Wait for one broadcast, without blocking the loop.
+
+        Raises:
+            TransferError: It failed, or ran into the group's operation timeout.
+        """
+        try:
+            if self.backend == "nccl":
+                # An NCCL future says that the operation was enqueued; only the stream knows when it is done.
+                await asyncio.to_thread(_synchronize, handle)
+            else:
+                await _completion(handle)
+        except RuntimeError as error:
+            raise TransferError(f"a broadcast failed: {error}") from error
+        self._running.discard(handle)
+
+    def close(self) -> None:
+        """Leave the group without blocking; operations still running end by themselves, aside."""
+        if self._group is None:
+            return
+        threading.Thread(
+            target=_drop,
+            args=([self._group, self._store], list(self._running)),
+            name="asyncsync-drop-group",
+            daemon=True,
+        ).start()
+        self._group, self._store, self._running = None, None, set()
+
+
+def _drop(owned: list[Any], running: list[Work]) -> None:
+    for work in running:
+        with suppress(RuntimeError):
+            work.wait()
+    running.clear()
+    owned.clear()
+
+
+def _synchronize(work: Work) -> None:
+    work.wait()
+    torch.cuda.current_stream().synchronize()
+
+
+async def _completion(work: Work) -> None:
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[None] = loop.create_future()
+
+    def settle(error: BaseException | None) -> None:
+        if not done.done():
+            if error is None:
+                done.set_result(None)
+            else:
+                done.set_exception(error)
+
+    def on_completion(future: torch.futures.Future[Any]) -> None:
+        error: BaseException | None = None
+        try:
+            future.value()
+        except RuntimeError as failure:
+            error = failure
+        with suppress(RuntimeError):  # the loop may have been closed while the operation was left behind
+            loop.call_soon_threadsafe(settle, error)
+
+    work.get_future().add_done_callback(on_completion)
+    await done

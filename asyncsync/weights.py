@@ -1,0 +1,161 @@
+"""What a trainer rank holds: reading a module, a state dict or an iterable into specs and tensors.
+
+Everything that cannot be sent is refused here, by name, before anything is planned, connected or paused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from asyncsync.buckets import TensorSpec, list_names
+from asyncsync.errors import PlanError
+
+NamedTensors: TypeAlias = nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
+
+Weights: TypeAlias = NamedTensors | Callable[[], NamedTensors]
+"""What can be sent: a module, a state dict, pairs of name and tensor, or a function that returns one of these."""
+
+NameMap: TypeAlias = Callable[[str], str | None]
+"""From the trainer's name of a tensor to the engines'; None leaves the tensor out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Tensors and what they are; the tensors are the live ones, not copies.
+
+    Attributes:
+        specs: One per distinct tensor; tied names are aliases of one spec.
+        tensors: The tensors, in the same order, detached.
+    """
+
+    specs: tuple[TensorSpec, ...]
+    tensors: tuple[Tensor, ...]
+
+
+class WeightSource:
+    """Reads weights anew for every update.
+
+    Args:
+        weights: A module (its parameters and persistent buffers), a state dict, pairs of name and tensor, or a
+            function returning one of these. A list of pairs is read again at each update; a one-shot iterator is
+            read once, here, and the tensors it gave are kept. A function is called at each update.
+
+    Raises:
+        TypeError: ``weights`` is none of these.
+    """
+
+    def __init__(self, weights: Weights) -> None:
+        if isinstance(weights, nn.Module | Mapping) or callable(weights):
+            self._weights: Weights = weights
+        elif isinstance(weights, Iterable):
+            self._weights = list(weights) if isinstance(weights, Iterator) else weights
+        else:
+            raise TypeError(
+                "weights must be a module, a state dict, an iterable of (name, tensor) or a function that returns "
+                f"one of these, not {type(weights).__name__}"
+            )
+
+    def read(self, *, name_map: NameMap | None = None, dtype: torch.dtype | None = None) -> Snapshot:
+        """Read names and tensors.
+
+        Args:
+            name_map: Applied to every name.
+            dtype: Floating-point tensors are sent in this dtype; the others as they are.
+
+        Raises:
+            PlanError: A name occurs twice (after ``name_map``), or a tensor cannot be sent: it is on the meta device,
+                sparse, quantized, nested, sharded over ranks, or no tensor at all.
+        """
+        pairs = list(named_tensors(self._weights))
+        if name_map is not None:
+            pairs = [(mapped, tensor) for name, tensor in pairs if (mapped := name_map(name)) is not None]
+        _refuse_duplicates([name for name, _ in pairs])
+        _refuse_unsendable(pairs)
+
+        groups: dict[object, list[int]] = {}
+        for index, (_, tensor) in enumerate(pairs):
+            groups.setdefault(_identity(index, tensor), []).append(index)
+        specs, tensors = [], []
+        for first, *others in groups.values():
+            name, tensor = pairs[first]
+            sent = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+            specs.append(TensorSpec(name, sent, tuple(tensor.shape), tuple(pairs[other][0] for other in others)))
+            tensors.append(tensor.detach())
+        return Snapshot(tuple(specs), tuple(tensors))
+
+
+def named_tensors(weights: Weights) -> Iterator[tuple[str, Tensor]]:
+    """Names and tensors of any kind of weights, tied names included, in the order of the weights."""
+    if isinstance(weights, nn.Module):
+        yield from module_tensors(weights).items()
+    elif isinstance(weights, Mapping):
+        yield from weights.items()
+    elif callable(weights):
+        yield from named_tensors(weights())
+    else:
+        for pair in weights:
+            if not (isinstance(pair, tuple | list) and len(pair) == 2 and isinstance(pair[0], str)):
+                raise PlanError(f"weights must come as pairs of name and tensor, not {type(pair).__name__}")
+            yield pair[0], pair[1]
+
+
+def module_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """A module's parameters and persistent buffers, the objects themselves, under every name.
+
+    What else a state dict may hold (``_extra_state``) is not a weight and is left out.
+    """
+    own = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+    return {name: tensor for name, tensor in module.state_dict(keep_vars=True).items() if id(tensor) in own}
+
+
+def _identity(index: int, tensor: Tensor) -> object:
+    """Equal for two names of the same memory seen the same way; tensors without memory have nothing to share."""
+    if tensor.numel() == 0:
+        return index
+    return (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+
+
+def _refuse_duplicates(names: Sequence[str]) -> None:
+    if len(set(names)) != len(names):
+        seen: set[str] = set()
+        twice = {name for name in names if name in seen or seen.add(name)}  # type: ignore[func-returns-value]
+        raise PlanError(f"duplicate names in the weights: {list_names(twice)}", names=sorted(twice))
+
+
+def _refuse_unsendable(pairs: Sequence[tuple[str, Tensor]]) -> None:
+    refused: dict[str, list[str]] = {}
+    for name, tensor in pairs:
+        if (reason := _reason_against(tensor)) is not None:
+            refused.setdefault(reason, []).append(name)
+    if refused:
+        reasons = "; ".join(f"{list_names(names)}: {reason}" for reason, names in refused.items())
+        names = sorted(name for group in refused.values() for name in group)
+        raise PlanError(f"these tensors cannot be sent: {reasons}", names=names)
+
+
+def _reason_against(tensor: object) -> str | None:
+    if type(tensor) is nn.Parameter or type(tensor) is Tensor:
+        pass
+    elif not isinstance(tensor, Tensor):
+        return f"not a tensor but {type(tensor).__name__}"
+    elif _is_wrapper(tensor):
+        return f"a {type(tensor).__name__}: give its local or full tensor"
+    if tensor.is_meta:
+        return "on the meta device, it has no bytes"
+    if tensor.layout is not torch.strided:
+        return f"sparse ({str(tensor.layout).removeprefix('torch.')}), not strided"
+    if tensor.is_quantized:
+        return "a quantized tensor: send its integers and scales"
+    if tensor.is_nested:
+        return "a nested tensor"
+    return None
+
+
+def _is_wrapper(tensor: Tensor) -> bool:
+    return bool(is_traceable_wrapper_subclass(tensor))
