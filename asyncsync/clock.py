@@ -42,7 +42,7 @@ class UpdateClock:
 
     def limit(self, phase: str) -> float:
         """Seconds that a phase that begins now may take."""
-        return min(self.remaining, self.timeout * SHARES.get(phase, 1.0))
+        return max(min(self.remaining, self.timeout * SHARES.get(phase, 1.0)), 0.001)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -70,7 +70,8 @@ class UpdateClock:
 
     @contextmanager
     def measure(self, name: str) -> Iterator[None]:
-        """Measure without a bound of its own."""
+        """Measure a phase that bounds itself, or one that others are part of."""
+        self.phase_name = name
         start = anyio.current_time()
         try:
             yield

@@ -156,7 +156,7 @@ class Connection:
 
     async def _connect(self, clock: UpdateClock, trainer: TrainerStatus, engines: dict[Member, EngineStatus]) -> None:
         self._group = None  # until it is: a failed connect must not look like a connection (R13)
-        join_timeout = min(JOIN_TIMEOUT, max(clock.limit("connect"), 0.001))
+        join_timeout = min(JOIN_TIMEOUT, clock.limit("connect"))
         opened = await call_trainer(lambda: self._trainer.open_group(join_timeout))
         world_size = 1 + sum(status.world_size for status in engines.values())
         backend = self._choose_backend(trainer, engines)

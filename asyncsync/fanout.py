@@ -31,7 +31,7 @@ async def race(calls: Mapping[K, Awaitable[T]]) -> dict[K, T]:
         if tasks:
             await asyncio.wait(tasks.values(), return_when=asyncio.FIRST_EXCEPTION)
     finally:
-        await _end(tasks.values())
+        await end(tasks.values())
     if failures:
         raise failures[0]
     return {key: task.result() for key, task in tasks.items()}
@@ -47,7 +47,7 @@ async def settle(calls: Mapping[K, Awaitable[T]]) -> dict[K, T | Exception]:
         if tasks:
             await asyncio.wait(tasks.values())
     finally:
-        await _end(tasks.values())
+        await end(tasks.values())
     results: dict[K, T | Exception] = {}
     for key, task in tasks.items():
         error = task.exception()
@@ -60,7 +60,8 @@ async def settle(calls: Mapping[K, Awaitable[T]]) -> dict[K, T | Exception]:
     return results
 
 
-async def _end(tasks: Collection[asyncio.Future[Any]]) -> None:
+async def end(tasks: Collection[asyncio.Future[Any]]) -> None:
+    """Cancel tasks, wait until each has ended, and take note of their errors."""
     running = [task for task in tasks if not task.done()]
     for task in running:
         task.cancel()

@@ -14,15 +14,15 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import ParamSpec, Self, TypeVar
+from typing import Self, TypeVar, TypeVarTuple
 
 import anyio
 
 from asyncsync.errors import MemorySaverError
 from asyncsync.threads import WorkerThread
 
-P = ParamSpec("P")
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 CLEANUP_TIMEOUT = 30.0
 """Seconds that leaving a guard, or a call cancelled inside it, may take before its thread is given up."""
@@ -85,16 +85,23 @@ class MemorySaverGuard:
             if self._own_thread:
                 self._thread.close()
 
-    async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    async def run(self, function: Callable[[*Ts], T], *args: *Ts, on_cancel: Callable[[], object] | None = None) -> T:
         """Run blocking work on the guard's thread, in order.
 
         Cancelled, it waits until the running call has returned (at most :data:`CLEANUP_TIMEOUT` seconds), so that the
         guard is never left while guarded work goes on.
+
+        Args:
+            function: What to run.
+            args: Its arguments.
+            on_cancel: Called when the wait is cancelled, to make a call that can be stopped return sooner.
         """
-        future = self._thread.submit(function, *args, **kwargs)
+        future = self._thread.submit(function, *args)
         try:
             return await asyncio.wrap_future(future)
         except asyncio.CancelledError:
+            if on_cancel is not None:
+                on_cancel()
             if not future.cancel() and not future.done():
                 with anyio.CancelScope(shield=True), anyio.move_on_after(CLEANUP_TIMEOUT):
                     await self._thread.run(lambda: None)

@@ -276,11 +276,10 @@ class WeightSynchronizer:
         """No reader, and every engine paused; in the end, every engine that holds whole weights serves again."""
         order = attempt.order
         async with AsyncExitStack() as stack:
-            with clock.phase("drain"):
+            with clock.measure("drain"):
+                writer = self._lock.writer(timeout=clock.limit("drain"), holder=f"update to version {order.version}")
                 try:
-                    await stack.enter_async_context(
-                        self._lock.writer(timeout=clock.limit("drain"), holder=f"update to version {order.version}")
-                    )
+                    await stack.enter_async_context(writer)
                 except LockTimeoutError as error:
                     raise WeightUpdateTimeoutError(f"generation did not end in time: {error}") from error
             with clock.measure("paused"):

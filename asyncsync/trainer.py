@@ -10,6 +10,7 @@ Two bucket buffers take turns: while one is on its way, the next bucket is packe
 from __future__ import annotations
 
 import asyncio
+import threading
 import uuid
 from collections.abc import Awaitable
 from typing import Any, Protocol
@@ -23,6 +24,7 @@ from asyncsync import cluster
 from asyncsync.buckets import Bucket, Plan, plan_buckets
 from asyncsync.digests import Digests, StreamingDigests, combine
 from asyncsync.errors import ConnectError, TransferError, WeightUpdateError
+from asyncsync.fanout import end, race
 from asyncsync.guard import MemorySaverGuard, memory_saver_guard
 from asyncsync.messages import ReadOptions, Rendezvous, SendReceipt, TrainerStatus, UpdateOrder
 from asyncsync.packing import hash_bucket, pack
@@ -136,9 +138,9 @@ class TrainerRank:
         Raises:
             ConnectError: No port can be had on this node's address.
         """
-        self._close()
-        async with self._guard() as guarded:
-            listener = await guarded.run(broadcast.Listener, cluster.node_address(), timeout=timeout)
+        await self._close_guarded()
+        # A store is sockets and host memory: nothing that the guard is for.
+        listener = await self._sender.run(broadcast.Listener, cluster.node_address(), timeout=timeout)
         self._listener = listener
         return Rendezvous(
             connection=listener.connection,
@@ -158,26 +160,31 @@ class TrainerRank:
         Raises:
             ConnectError: Not every member came in time.
         """
+        stop = threading.Event()
         async with self._guard() as guarded:
-            await guarded.run(self._join, rendezvous)
+            await guarded.run(self._join, rendezvous, stop, on_cancel=stop.set)
 
-    def _join(self, rendezvous: Rendezvous) -> None:
+    def _join(self, rendezvous: Rendezvous, stop: threading.Event) -> None:
         listener = self._listener
         if listener is None or listener.connection != rendezvous.connection:
             raise ConnectError("the group to join was closed meanwhile")
-        self._link = broadcast.join(rendezvous, address=cluster.node_address(), listener=listener)
+        self._link = broadcast.join(rendezvous, address=cluster.node_address(), stop=stop, listener=listener)
         self._device = "cuda" if rendezvous.backend == "nccl" else "cpu"
         self._buffers = []
 
     @cluster.control
     async def leave_trainer_group(self, connection: str) -> None:
         """See :class:`Trainer`."""
-        async with self._guard() as guarded:
-            await guarded.run(self._leave, connection)
-
-    def _leave(self, connection: str) -> None:
+        await self._sender.run(lambda: None)  # a join that was cancelled may still run
         if self._listener is not None and self._listener.connection == connection:
-            self._close()
+            await self._close_guarded()
+
+    async def _close_guarded(self) -> None:
+        if self._link is None:
+            self._listener = None
+        else:
+            async with self._guard() as guarded:
+                await guarded.run(self._close)
 
     def _close(self) -> None:
         if self._link is not None:
@@ -203,14 +210,18 @@ class TrainerRank:
         try:
             with sending.scope:
                 async with self._guard() as guarded:
-                    digests = await self._send(guarded, link, plan, snapshot)
+                    try:
+                        digests = await self._send(guarded, link, plan, snapshot)
+                    except BaseException:
+                        with anyio.CancelScope(shield=True):
+                            await guarded.run(self._close)
+                        raise
                 sending.done = True
                 return self._receipt(order, plan, digests)
         finally:
             self._snapshot = None
             if not sending.done:
                 self._buffers = []  # an abandoned broadcast may still read them
-                self._close()
             sending.ended.set()
         what = "was aborted" if sending.scope.deadline > anyio.current_time() else "took too long"
         raise TransferError(f"sending the weights of update {order.version} {what}")
@@ -225,14 +236,13 @@ class TrainerRank:
                     await earlier
                 buffer, handle = await guarded.run(self._pack_and_start, link, plan, bucket, snapshot)
                 hashed = self._hasher.submit(hash_bucket, plan, bucket, buffer, digests)
-                on_the_way[slot] = asyncio.gather(_in_bucket(bucket, link.wait(handle)), asyncio.wrap_future(hashed))
+                ends = {"sent": _in_bucket(bucket, link.wait(handle)), "hashed": asyncio.wrap_future(hashed)}
+                on_the_way[slot] = asyncio.ensure_future(race(ends))
             for left in on_the_way:
                 if left is not None:
                     await left
         finally:
-            for left in on_the_way:
-                if left is not None and not left.cancel() and not left.cancelled():
-                    left.exception()  # seen: the first failure is already on its way
+            await end([left for left in on_the_way if left is not None])
         return digests.result()
 
     def _pack_and_start(self, link: Link, plan: Plan, bucket: Bucket, snapshot: Snapshot) -> tuple[Tensor, object]:

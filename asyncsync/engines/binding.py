@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
 from asyncsync.buckets import Plan, list_names, plan_buckets
@@ -43,9 +42,9 @@ def bind(module: nn.Module, layout: Layout) -> Binding:
     problems: list[str] = []
     names: set[str] = set()
 
-    def refuse(what: str, which: set[str]) -> None:
+    def refuse(what: str, which: set[str], details: Mapping[str, str] | None = None) -> None:
         if which:
-            problems.append(f"{what}: {list_names(which)}")
+            problems.append(f"{what}: {list_names({details[name] for name in which} if details else which)}")
             names.update(which)
 
     sent = {name for spec in plan.specs for name in spec.names}
@@ -56,7 +55,8 @@ def bind(module: nn.Module, layout: Layout) -> Binding:
             "the trainer does not send (pass partial=True if that is meant)",
             {name for name in held.keys() - sent if _memory(held[name]) not in memory},
         )
-    refuse("differ in shape or dtype", _differences(plan, held, names))
+    differences = _differences(plan, held)
+    refuse("differ in shape or dtype", set(differences), differences)
     refuse("tied in the engine, but sent as tensors of their own", _torn_ties(plan, held))
     if problems:
         raise PlanError(f"the weights do not fit the engine: {'; '.join(problems)}", names=sorted(names))
@@ -68,22 +68,15 @@ def bind(module: nn.Module, layout: Layout) -> Binding:
     return Binding(plan, targets)
 
 
-def _differences(plan: Plan, held: Mapping[str, Tensor], names: set[str]) -> set[str]:
-    messages: set[str] = set()
+def _differences(plan: Plan, held: Mapping[str, Tensor]) -> dict[str, str]:
+    messages: dict[str, str] = {}
     for spec in plan.specs:
         for name in spec.names:
             tensor = held.get(name)
             if tensor is not None and (tuple(tensor.shape), tensor.dtype) != (spec.shape, spec.dtype):
-                names.add(name)
-                dtype = str(tensor.dtype).removeprefix("torch.")
-                messages.add(
-                    f"{name} (sent {_short(spec.dtype)} {list(spec.shape)}, held {dtype} {list(tensor.shape)})"
-                )
+                sent, own = (str(dtype).removeprefix("torch.") for dtype in (spec.dtype, tensor.dtype))
+                messages[name] = f"{name} (sent {sent} {list(spec.shape)}, held {own} {list(tensor.shape)})"
     return messages
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _torn_ties(plan: Plan, held: Mapping[str, Tensor]) -> set[str]:

@@ -11,6 +11,7 @@ Sessions: an update's session begins in ``receive_weights`` and ends in ``finish
 from __future__ import annotations
 
 import asyncio
+import threading
 import uuid
 from collections import deque
 from dataclasses import dataclass, field
@@ -149,11 +150,16 @@ class ModuleEngine:
     async def join_group(self, rendezvous: Rendezvous) -> None:
         """See :meth:`asyncsync.RolloutEngine.join_group`."""
         self._close_link()
-        await self._worker.run(self._join, rendezvous)
+        stop = threading.Event()
+        try:
+            await self._worker.run(self._join, rendezvous, stop)
+        except asyncio.CancelledError:
+            stop.set()
+            raise
 
-    def _join(self, rendezvous: Rendezvous) -> None:
+    def _join(self, rendezvous: Rendezvous, stop: threading.Event) -> None:
         # Sets the link itself: if the waiting call is cancelled, leave_group (queued behind) still finds it.
-        self._link = broadcast.join(rendezvous, address=cluster.node_address())
+        self._link = broadcast.join(rendezvous, address=cluster.node_address(), stop=stop)
         self._loader = None
         self._receive_device = "cuda" if rendezvous.backend == "nccl" else "cpu"
 

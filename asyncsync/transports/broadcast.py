@@ -20,6 +20,7 @@ import asyncio
 import secrets
 import socket
 import threading
+import time
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -30,6 +31,8 @@ from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroup, TCPSt
 
 from asyncsync.errors import ConnectError, TransferError
 from asyncsync.messages import PROTOCOL_VERSION, Rendezvous
+
+_MEET_INTERVAL = 0.002
 
 
 class Listener:
@@ -71,7 +74,9 @@ class Listener:
         )
 
 
-def join(rendezvous: Rendezvous, *, address: str, listener: Listener | None = None) -> BroadcastLink:
+def join(
+    rendezvous: Rendezvous, *, address: str, stop: threading.Event, listener: Listener | None = None
+) -> BroadcastLink:
     """Join a group and wait for its other members. Blocks: call it on the member's worker thread.
 
     Collective. Every member calls it at about the same time.
@@ -79,10 +84,12 @@ def join(rendezvous: Rendezvous, *, address: str, listener: Listener | None = No
     Args:
         rendezvous: Where and as whom.
         address: This node's own address, for the group's sockets.
+        stop: Makes it give up, from another thread.
         listener: The store, in the process that holds it.
 
     Raises:
-        ConnectError: The protocols differ, or not every member came in time. Nothing is left half-open.
+        ConnectError: The protocols differ, not every member came in time, or it was stopped. Nothing is left
+            half-open.
     """
     if rendezvous.protocol != PROTOCOL_VERSION:
         raise ConnectError(
@@ -96,13 +103,31 @@ def join(rendezvous: Rendezvous, *, address: str, listener: Listener | None = No
             if listener is not None
             else TCPStore(rendezvous.address, rendezvous.port, None, False, wait_for_workers=False, timeout=timeout)
         )
-        group = _group(rendezvous, PrefixStore(rendezvous.connection, store), address)
+        named = PrefixStore(rendezvous.connection, store)
+        _meet(rendezvous, named, stop)
+        group = _group(rendezvous, named, address)
     except RuntimeError as error:  # DistStoreError, DistNetworkError and gloo's own are all RuntimeErrors
         raise ConnectError(
             f"rank {rendezvous.rank} of {rendezvous.world_size} could not join the group at "
             f"{rendezvous.address}:{rendezvous.port} within {rendezvous.join_timeout:.3g} s: {error}"
         ) from error
     return BroadcastLink(rendezvous, group, store)
+
+
+def _meet(rendezvous: Rendezvous, store: PrefixStore, stop: threading.Event) -> None:
+    """Wait until every member is here. The group's constructor waits too, but nothing can make it give up."""
+    everyone = [f"here/{rank}" for rank in range(rendezvous.world_size)]
+    store.set(everyone[rendezvous.rank], "")
+    deadline = time.monotonic() + rendezvous.join_timeout
+    while not store.check(everyone):
+        if stop.wait(_MEET_INTERVAL):
+            raise ConnectError("joining was stopped")
+        if time.monotonic() > deadline:
+            missing = [rank for rank, key in enumerate(everyone) if not store.check([key])]
+            raise ConnectError(
+                f"rank {rendezvous.rank} waited {rendezvous.join_timeout:.3g} s in vain "
+                f"for rank {', '.join(map(str, missing))} of {rendezvous.world_size}"
+            )
 
 
 def _group(rendezvous: Rendezvous, store: PrefixStore, address: str) -> ProcessGroup:
@@ -144,6 +169,8 @@ class BroadcastLink:
         self._group: ProcessGroup | None = group
         self._store: TCPStore | None = store
         self._running: set[Work] = set()
+        # An operation that starts while the link is closed must be known to whoever drops the group.
+        self._mutex = threading.Lock()
 
     def __repr__(self) -> str:
         state = "closed" if self._group is None else f"{len(self._running)} operations running"
@@ -158,13 +185,14 @@ class BroadcastLink:
         return self._broadcast(flat)
 
     def _broadcast(self, flat: Tensor) -> Work:
-        if self._group is None:
-            raise TransferError("the link was closed")
         options = BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
         options.timeout = self._timeout
-        work = self._group.broadcast([flat], options)
-        self._running.add(work)
+        with self._mutex:
+            if self._group is None:
+                raise TransferError("the link was closed")
+            work = self._group.broadcast([flat], options)
+            self._running.add(work)
         return work
 
     async def wait(self, handle: Work) -> None:
@@ -180,20 +208,23 @@ class BroadcastLink:
             else:
                 await _completion(handle)
         except RuntimeError as error:
+            self._ended(handle)
             raise TransferError(f"a broadcast failed: {error}") from error
-        self._running.discard(handle)
+        self._ended(handle)
+
+    def _ended(self, work: Work) -> None:
+        with self._mutex:
+            self._running.discard(work)
 
     def close(self) -> None:
         """Leave the group without blocking; operations still running end by themselves, aside."""
-        if self._group is None:
-            return
-        threading.Thread(
-            target=_drop,
-            args=([self._group, self._store], list(self._running)),
-            name="asyncsync-drop-group",
-            daemon=True,
-        ).start()
-        self._group, self._store, self._running = None, None, set()
+        with self._mutex:
+            owned, running = [self._group, self._store], list(self._running)
+            self._group, self._store, self._running = None, None, set()
+        if running:
+            drop = threading.Thread(target=_drop, args=(owned, running), name="asyncsync-drop-group", daemon=True)
+            del owned
+            drop.start()
 
 
 def _drop(owned: list[Any], running: list[Work]) -> None:

@@ -1,0 +1,1 @@
+"""What asyncsync measures: run a module with ``python -m benchmarks.NAME``."""

@@ -1,0 +1,109 @@
+"""The plan: offsets, cuts, digests."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncsync.buckets import ALIGNMENT, Plan, TensorSpec, plan_buckets
+from asyncsync.errors import PlanError
+
+DTYPES = [torch.uint8, torch.bfloat16, torch.float32, torch.int64, torch.complex128]
+
+specs_strategy = st.lists(st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 9), max_size=3)), max_size=30).map(
+    lambda items: [TensorSpec(f"t{index}", dtype, tuple(shape)) for index, (dtype, shape) in enumerate(items)]
+)
+
+
+def covered(plan: Plan) -> list[list[tuple[int, int, int]]]:
+    """For every tensor, the (start, stop, place in the arena) of each part that some bucket holds."""
+    parts: list[list[tuple[int, int, int]]] = [[] for _ in plan.specs]
+    for bucket in plan.buckets:
+        for tensor, (start, stop) in zip(bucket.whole, bucket.spans, strict=True):
+            parts[tensor].append((0, stop - start, bucket.start + start))
+        for piece in bucket.pieces:
+            parts[piece.tensor].append((piece.start, piece.stop, bucket.start + piece.offset))
+    return parts
+
+
+@given(specs_strategy, st.integers(1, 700))
+def test_every_byte_is_sent_once_and_lies_where_the_arena_has_it(specs: list[TensorSpec], bucket_size: int) -> None:
+    plan = plan_buckets(specs, bucket_size)
+    for spec, offset, parts in zip(plan.specs, plan.offsets, covered(plan), strict=True):
+        position = 0
+        for start, stop, place in parts:
+            assert start == position
+            assert place == offset + start
+            assert start % spec.dtype.itemsize == 0
+            assert stop % spec.dtype.itemsize == 0
+            position = stop
+        assert position == spec.nbytes
+        assert offset % ALIGNMENT == 0
+    limit = max(ALIGNMENT, bucket_size // ALIGNMENT * ALIGNMENT)
+    assert all(0 < bucket.nbytes <= limit for bucket in plan.buckets)
+    assert [bucket.index for bucket in plan.buckets] == list(range(len(plan.buckets)))
+    for earlier, later in zip(plan.buckets, plan.buckets[1:], strict=False):
+        assert earlier.stop <= later.start
+    assert plan.nbytes == sum(spec.nbytes for spec in specs)
+
+
+def test_a_tensor_three_times_the_bucket_is_split() -> None:
+    plan = plan_buckets([TensorSpec("large", torch.float32, (768,))], 1024)
+    assert [bucket.pieces[0].stop - bucket.pieces[0].start for bucket in plan.buckets] == [1024, 1024, 1024]
+
+
+def test_a_byte_before_a_wide_element_does_not_misalign_it() -> None:
+    plan = plan_buckets([TensorSpec("byte", torch.uint8, (1,)), TensorSpec("wide", torch.int64, (1,))])
+    assert plan.offsets == (0, ALIGNMENT)
+    assert plan.nbytes == 9
+
+
+def test_large_weights_are_cut_finer_than_the_bucket_size_so_that_packing_overlaps_sending() -> None:
+    specs = [TensorSpec(f"t{index}", torch.uint8, (2**20,)) for index in range(512)]
+    plan = plan_buckets(specs, 256 * 2**20)
+    assert len(plan.buckets) == 8
+
+
+def test_nothing_to_send_is_a_plan_too() -> None:
+    plan = plan_buckets([TensorSpec("empty", torch.float32, (0, 3))])
+    assert plan.buckets == ()
+    assert plan.arena_nbytes == 0
+    assert plan.largest_bucket == 0
+
+
+@pytest.mark.parametrize("size", [0, -1])
+def test_a_bucket_size_that_is_not_positive_is_refused(size: int) -> None:
+    with pytest.raises(ValueError, match="positive"):
+        plan_buckets([], size)
+
+
+def test_a_name_that_occurs_twice_is_refused_by_name() -> None:
+    specs = [TensorSpec("a", torch.uint8, (1,)), TensorSpec("b", torch.uint8, (1,), aliases=("a",))]
+    with pytest.raises(PlanError, match="twice: a") as caught:
+        plan_buckets(specs)
+    assert caught.value.names == ("a",)
+
+
+BASE = (TensorSpec("a", torch.float32, (4,)), TensorSpec("b", torch.float32, (2, 2)))
+OTHERS = {
+    "name": (TensorSpec("c", torch.float32, (4,)), BASE[1]),
+    "dtype": (TensorSpec("a", torch.int32, (4,)), BASE[1]),
+    "shape": (TensorSpec("a", torch.float32, (2, 2)), BASE[1]),
+    "order": (BASE[1], BASE[0]),
+    "alias": (TensorSpec("a", torch.float32, (4,), aliases=("z",)), BASE[1]),
+}
+
+
+@pytest.mark.parametrize("what", OTHERS)
+def test_the_digest_tells_layouts_apart(what: str) -> None:
+    assert plan_buckets(BASE).digest == plan_buckets(BASE).digest
+    assert plan_buckets(BASE).digest != plan_buckets(OTHERS[what]).digest
+    assert plan_buckets(BASE).layout_digest != plan_buckets(OTHERS[what]).layout_digest
+
+
+def test_the_cutting_is_in_the_plan_digest_and_not_in_the_layout_digest() -> None:
+    coarse, fine = plan_buckets(BASE, 1024), plan_buckets(BASE, 64)
+    assert coarse.digest != fine.digest
+    assert coarse.layout_digest == fine.layout_digest

@@ -1,0 +1,175 @@
+"""The memory-saver guard, over a stand-in for the saver that is as per-thread and as touchy as the real one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import anyio
+import pytest
+
+from asyncsync.errors import MemorySaverError
+from asyncsync.guard import memory_saver_guard, saver_is_active
+from asyncsync.threads import WorkerThread
+
+pytestmark = pytest.mark.asyncio
+
+
+class FakeSaver:
+    """``disable()`` with the real one's habits: the flag is the thread's, and entering twice is an error."""
+
+    def __init__(self) -> None:
+        self._thread = threading.local()
+        self.sections = 0
+        self.fail_on_exit = False
+
+    @property
+    def tracking(self) -> bool:
+        return getattr(self._thread, "tracking", True)
+
+    @contextmanager
+    def disable(self) -> Iterator[None]:
+        assert self.tracking, "disable() should be called only when it is active"
+        self._thread.tracking = False
+        self.sections += 1
+        try:
+            yield
+        finally:
+            self._thread.tracking = True
+            if self.fail_on_exit:
+                raise RuntimeError("the saver broke")
+
+
+async def test_guarded_work_is_untracked_and_nothing_else_is() -> None:
+    saver = FakeSaver()
+    async with memory_saver_guard(disable=saver.disable) as guarded:
+        assert not await guarded.run(lambda: saver.tracking)
+        assert saver.tracking  # the loop's thread
+        assert await asyncio.to_thread(lambda: saver.tracking)  # any other
+    assert saver.sections == 1
+
+
+async def test_without_offload_it_enters_nothing_and_starts_no_thread() -> None:
+    saver, before = FakeSaver(), threading.active_count()
+    async with memory_saver_guard(offload=False, disable=saver.disable) as guarded:
+        assert threading.active_count() == before
+        assert await guarded.run(lambda: saver.tracking)
+    assert saver.sections == 0
+    assert not guarded.active
+
+
+async def test_where_the_saver_is_not_preloaded_it_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LD_PRELOAD", raising=False)
+    assert not saver_is_active()
+    async with memory_saver_guard(offload=True) as guarded:
+        assert not guarded.active
+        assert await guarded.run(lambda: 3) == 3
+    monkeypatch.setenv("LD_PRELOAD", "/x/torch_memory_saver_hook_mode_preload.abi3.so")
+    assert not saver_is_active()
+    monkeypatch.setenv("TMS_INIT_ENABLE", "1")
+    assert saver_is_active()
+
+
+async def test_guards_on_one_thread_nest_in_one_section() -> None:
+    saver, thread = FakeSaver(), WorkerThread("shared")
+    async with memory_saver_guard(disable=saver.disable, thread=thread) as outer:
+        async with memory_saver_guard(disable=saver.disable, thread=thread) as inner:
+            assert not await inner.run(lambda: saver.tracking)
+        assert not await outer.run(lambda: saver.tracking)
+    assert saver.sections == 1
+    assert await thread.run(lambda: saver.tracking)
+    thread.close()
+
+
+async def test_guards_of_their_own_overlap_in_any_order() -> None:
+    saver = FakeSaver()
+    first, second = memory_saver_guard(disable=saver.disable), memory_saver_guard(disable=saver.disable)
+    await first.__aenter__()
+    await second.__aenter__()
+    await first.__aexit__(None, None, None)
+    assert not await second.run(lambda: saver.tracking)
+    await second.__aexit__(None, None, None)
+
+
+@pytest.mark.parametrize("how", ["asyncio", "anyio"])
+async def test_cancelled_in_the_middle_it_waits_for_the_running_call_and_leaves_the_flag_right(how: str) -> None:
+    saver, thread = FakeSaver(), WorkerThread("mine")
+    began, go_on = threading.Event(), threading.Event()
+    ended: list[bool] = []
+
+    def work() -> None:
+        began.set()
+        go_on.wait(10)
+        ended.append(saver.tracking)
+
+    scope = anyio.CancelScope()
+
+    async def guarded_work() -> None:
+        with scope:
+            async with memory_saver_guard(disable=saver.disable, thread=thread) as guarded:
+                await guarded.run(work)
+
+    task = asyncio.create_task(guarded_work())
+    await asyncio.to_thread(began.wait, 10)
+    if how == "asyncio":
+        task.cancel()
+    else:
+        scope.cancel()
+    await asyncio.sleep(0)
+    assert not task.done()
+    go_on.set()
+    await asyncio.wait([task])
+    assert ended == [False]
+    assert await thread.run(lambda: saver.tracking)
+    thread.close()
+
+
+async def test_cancelled_on_entry_it_is_left_again() -> None:
+    saver, thread, began, go_on = FakeSaver(), WorkerThread("mine"), threading.Event(), threading.Event()
+
+    def busy() -> None:
+        began.set()
+        go_on.wait(10)
+
+    async def enter() -> None:
+        async with memory_saver_guard(disable=saver.disable, thread=thread):
+            pytest.fail("entered")
+
+    thread.submit(busy)
+    await asyncio.to_thread(began.wait, 10)
+    task = asyncio.create_task(enter())
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.wait([task])
+    go_on.set()
+    assert await thread.run(lambda: saver.tracking)
+    thread.close()
+
+
+async def test_an_exit_that_fails_is_reported_and_its_thread_is_given_up() -> None:
+    saver, thread = FakeSaver(), WorkerThread("mine")
+    saver.fail_on_exit = True
+    with pytest.raises(MemorySaverError) as caught:
+        async with memory_saver_guard(disable=saver.disable, thread=thread):
+            pass
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    assert "closed" in repr(thread)
+
+
+async def test_an_exit_that_fails_rides_along_with_the_first_error() -> None:
+    saver = FakeSaver()
+    saver.fail_on_exit = True
+    with pytest.raises(KeyError) as caught:
+        async with memory_saver_guard(disable=saver.disable):
+            raise KeyError("first")
+    assert any("guard failed too" in note for note in caught.value.__notes__)
+
+
+async def test_context_variables_travel_with_the_work() -> None:
+    variable: contextvars.ContextVar[int] = contextvars.ContextVar("variable")
+    variable.set(5)
+    async with memory_saver_guard(disable=FakeSaver().disable) as guarded:
+        assert await guarded.run(variable.get) == 5

@@ -1,0 +1,612 @@
+"""The transaction, in one process: real gloo groups, real bytes, and engines that fail when told."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from tests.engines import STEPS, ToldEngine, change, failing, flip_a_bit, hanging, holds, synced, zoo
+from tests.sample import Zoo, contents
+
+import asyncsync
+from asyncsync import EngineError, EngineState, PlanError, TransferError, WeightSynchronizer
+
+pytestmark = pytest.mark.asyncio
+
+BOTH = pytest.mark.parametrize("staged", [True, False], ids=["staged", "in place"])
+
+
+# -- bytes -----------------------------------------------------------------------------------------------------------
+
+
+@BOTH
+@pytest.mark.parametrize("bucket_size", [64, 1024, 1 << 20])
+async def test_every_kind_of_tensor_arrives_in_every_engine_update_after_update(staged: bool, bucket_size: int) -> None:
+    async with synced(staged=staged, bucket_size=bucket_size) as (trainer, engines, synchronizer):
+        for version in (1, 2, 3, 4):
+            update = await synchronizer.update_weights()
+            assert update.version == version
+            assert [holds(engine, trainer) for engine in engines] == [True, True]
+            assert [await engine.weights_digest() for engine in engines] == [update.digest] * 2
+            change(trainer)
+
+
+SOURCES: dict[str, Callable[[Zoo], Any]] = {
+    "module": lambda module: module,
+    "state dict": lambda module: module.state_dict(),
+    "pairs": lambda module: list(module.state_dict().items()),
+    "iterator": lambda module: iter(module.state_dict().items()),
+    "function": lambda module: module.state_dict,
+    "rank": lambda module: asyncsync.TrainerRank(module),
+}
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+async def test_every_kind_of_weights(kind: str) -> None:
+    trainer, engine = Zoo(1), asyncsync.ModuleEngine(zoo(2))
+    async with WeightSynchronizer(SOURCES[kind](trainer), [engine]) as synchronizer:
+        await synchronizer.update_weights()
+        change(trainer)
+        await synchronizer.update_weights()
+    assert holds(engine, trainer)
+
+
+async def test_tied_weights_travel_once_and_reach_an_engine_that_does_not_tie_them() -> None:
+    class Untied(Zoo):
+        def __init__(self) -> None:
+            super().__init__(9, strided=False)
+            self.tied = nn.Parameter(self.weight.detach().clone())
+
+    trainer, engine = Zoo(1), asyncsync.ModuleEngine(Untied())
+    async with WeightSynchronizer(trainer, [engine]) as synchronizer:
+        update = await synchronizer.update_weights()
+    assert holds(engine, trainer)
+    assert update.bytes == sum(len(data) for name, data in contents(trainer).items() if name != "tied")
+
+
+async def test_a_tied_engine_takes_weights_that_come_under_one_of_its_names_only() -> None:
+    trainer, engine = Zoo(1), asyncsync.ModuleEngine(zoo(2))
+    async with WeightSynchronizer(
+        trainer, [engine], name_map=lambda name: None if name == "tied" else name
+    ) as synchronizer:
+        await synchronizer.update_weights()
+    assert holds(engine, trainer)
+
+
+async def test_names_are_mapped_and_dtypes_converted_on_purpose() -> None:
+    trainer = nn.Linear(3, 2)
+    engine = asyncsync.ModuleEngine(nn.ModuleDict({"model": nn.Linear(3, 2)}).to(torch.bfloat16))
+    async with WeightSynchronizer(
+        trainer, [engine], name_map=lambda name: f"model.{name}", dtype=torch.bfloat16
+    ) as synchronizer:
+        await synchronizer.update_weights()
+    served = engine.module.state_dict()["model.weight"]
+    assert torch.equal(served, trainer.weight.to(torch.bfloat16))
+
+
+@BOTH
+async def test_an_engine_that_holds_more_keeps_the_rest_if_partial(staged: bool) -> None:
+    trainer, served = nn.Linear(3, 2), nn.ModuleDict({"a": nn.Linear(3, 2), "b": nn.Linear(3, 2)})
+    rest = contents(served["b"])
+    engine = asyncsync.ModuleEngine(served, staged=staged)
+    async with WeightSynchronizer(trainer, [engine], name_map=lambda name: f"a.{name}", partial=True) as synchronizer:
+        await synchronizer.update_weights()
+    assert contents(served["a"]) == contents(trainer)
+    assert contents(served["b"]) == rest
+
+
+async def test_a_fused_weight_of_the_engine_follows_its_parts() -> None:
+    class Fused(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fused = torch.zeros(4, 3)  # no buffer: what a kernel would read
+            self.a, self.b = nn.Parameter(self.fused[:2]), nn.Parameter(self.fused[2:])
+
+    trainer = {"a": torch.randn(2, 3), "b": torch.randn(2, 3)}
+    engine = asyncsync.ModuleEngine(Fused())
+    async with WeightSynchronizer(trainer, [engine]) as synchronizer:
+        for _ in range(3):
+            trainer["a"].add_(1)
+            await synchronizer.update_weights()
+            assert torch.equal(engine.module.fused, torch.cat([trainer["a"], trainer["b"]]))
+
+
+@BOTH
+async def test_a_layout_that_changes_is_agreed_on_anew_over_the_same_connection(staged: bool) -> None:
+    weights = {"a": torch.randn(5), "b": torch.randn(7, 3)}
+    module = nn.Module()
+    module.a, module.b = nn.Parameter(torch.zeros(5)), nn.Parameter(torch.zeros(7, 3))
+    engine = ToldEngine(module, staged=staged)
+    async with WeightSynchronizer(weights, [engine], partial=True) as synchronizer:
+        await synchronizer.update_weights()
+        del weights["b"]
+        weights["a"] = torch.randn(5)
+        update = await synchronizer.update_weights()
+        assert (update.tensors, update.tensors_changed) == (1, 1)
+        weights["b"] = torch.randn(7, 3)
+        await synchronizer.update_weights()
+    assert torch.equal(module.a, weights["a"])
+    assert torch.equal(module.b, weights["b"])
+    assert engine.calls.count("accept_layout") == 3
+    assert engine.calls.count("join_group") == 1
+
+
+# -- the transaction -------------------------------------------------------------------------------------------------
+
+
+async def test_the_order_of_a_staged_update() -> None:
+    async with synced(count=1) as (_, (engine,), synchronizer):
+        await synchronizer.update_weights()
+        assert engine.calls == list(STEPS)
+        engine.calls.clear()
+        await synchronizer.update_weights()
+        assert engine.calls == [step for step in STEPS if step not in ("accept_layout", "join_group")]
+
+
+async def test_the_order_of_an_update_in_place() -> None:
+    async with synced(count=1, staged=False) as (_, (engine,), synchronizer):
+        await synchronizer.update_weights()
+        order = list(STEPS)
+        order[3:5] = ["pause_generation", "receive_weights"]
+        assert engine.calls == order
+
+
+async def test_the_report() -> None:
+    async with synced() as (trainer, engines, synchronizer):
+        first = await synchronizer.update_weights()
+        assert first.tensors == first.tensors_changed == len(contents(trainer)) - 1  # one is tied
+        assert first.bytes == first.bytes_changed
+        assert first.buckets > 5
+        assert [(outcome.state, outcome.weight_version, outcome.digest) for outcome in first.outcomes] == [
+            (EngineState.UPDATED, 1, first.digest)
+        ] * 2
+        assert [outcome.engine for outcome in first.outcomes] == ["ToldEngine-0", "ToldEngine-1"]
+        again = await synchronizer.update_weights()
+        assert (again.tensors_changed, again.bytes_changed, again.digest) == (0, 0, first.digest)
+        assert "no tensor changed" in str(again)
+        with torch.no_grad():
+            trainer.weight[0, 0] += 1
+        third = await synchronizer.update_weights()
+        assert (third.tensors_changed, third.bytes_changed) == (1, 8 * 3 * 4)
+        assert f"1/{third.tensors} tensors changed" in str(third)
+        assert "\n" not in str(third)
+        assert {"describe", "transfer", "drain", "pause", "finish", "resume", "paused", "total"} <= set(third.seconds)
+        assert engines[0].weight_version == synchronizer.weight_version == 3
+
+
+async def test_what_changed_is_told_against_the_published_version_even_after_a_failure() -> None:
+    async with synced() as (trainer, engines, synchronizer):
+        await synchronizer.update_weights()
+        with torch.no_grad():
+            trainer.weight += 1
+        engines[0].before["finish_weight_update"] = engines[1].before["finish_weight_update"] = failing(OSError())
+        with pytest.raises(ExceptionGroup):
+            await synchronizer.update_weights()
+        for engine in engines:
+            engine.before.clear()
+        assert (await synchronizer.update_weights()).tensors_changed == 1
+
+
+async def test_five_requests_at_once_are_at_most_two_updates() -> None:
+    async with synced() as (_, engines, synchronizer):
+        updates = await asyncio.gather(*(synchronizer.update_weights() for _ in range(5)))
+        assert len({update.version for update in updates}) == engines[0].calls.count("receive_weights") // 2 <= 2
+
+
+async def test_requests_during_an_update_get_the_weights_as_they_are_after_it() -> None:
+    async with synced(count=1) as (trainer, (engine,), synchronizer):
+        reached, go_on = asyncio.Event(), asyncio.Event()
+
+        async def stop() -> None:
+            reached.set()
+            await go_on.wait()
+
+        engine.before["pause_generation"] = stop
+        first = asyncio.create_task(synchronizer.update_weights())
+        await reached.wait()
+        later = [asyncio.create_task(synchronizer.update_weights()) for _ in range(3)]
+        await asyncio.sleep(0)
+        change(trainer)
+        go_on.set()
+        assert (await first).version == 1
+        assert [update.version for update in await asyncio.gather(*later)] == [2] * 3
+        assert holds(engine, trainer)
+
+
+# -- generation ------------------------------------------------------------------------------------------------------
+
+
+async def test_generation_reads_the_version_at_dispatch() -> None:
+    async with synced(initial_version=4) as (_, _, synchronizer):
+        async with synchronizer.generation() as version:
+            assert version == 4
+        await synchronizer.update_weights()
+        async with synchronizer.generation() as version:
+            assert version == 5
+
+
+@BOTH
+async def test_nobody_reads_while_weights_change_and_the_version_is_published_last(staged: bool) -> None:
+    async with synced(staged=staged) as (_, engines, synchronizer):
+        await synchronizer.update_weights()
+        seen: list[tuple[str, int | None]] = []
+        readers: list[asyncio.Task[int]] = []
+
+        async def read() -> int:
+            async with synchronizer.generation() as version:
+                seen.append(("read", version))
+                return version
+
+        async def during() -> None:
+            readers.append(asyncio.create_task(read()))
+            for _ in range(5):
+                await asyncio.sleep(0)
+            seen.append(("finish", synchronizer.weight_version))
+
+        engines[0].before["finish_weight_update"] = during
+        await synchronizer.update_weights()
+        assert await asyncio.gather(*readers) == [2]
+        assert seen == [("finish", 1), ("read", 2)]
+
+
+async def test_staged_engines_generate_during_the_transfer() -> None:
+    async with synced() as (trainer, engines, synchronizer):
+        await synchronizer.update_weights()
+        before = contents(trainer)
+        change(trainer)
+
+        async def during() -> None:
+            async with synchronizer.generation() as version, engines[0].generating() as own:
+                assert version == own == 1
+                assert contents(engines[0].module) == before
+
+        engines[0].after["receive_weights"] = during
+        assert (await synchronizer.update_weights()).version == 2
+
+
+async def test_an_update_waits_for_generations_and_generations_for_it() -> None:
+    async with synced(initial_version=0) as (_, engines, synchronizer):
+        async with synchronizer.generation():
+            update = asyncio.create_task(synchronizer.update_weights())
+            while synchronizer._lock.waiting != (0, 1):  # type: ignore[union-attr]
+                await asyncio.sleep(0)
+            assert "pause_generation" not in engines[0].calls
+        assert (await update).version == 1
+
+
+async def test_an_engines_own_readers_are_waited_for_too() -> None:
+    async with synced(initial_version=0) as (_, engines, synchronizer):
+        async with engines[1].generating() as version:
+            assert version is None
+            update = asyncio.create_task(synchronizer.update_weights())
+            while engines[1]._gate.is_open:
+                await asyncio.sleep(0)
+            assert "finish_weight_update" not in engines[1].calls
+        await update
+        with engines[1].generating() as version:
+            assert version == 1
+
+
+async def test_the_cache_is_flushed_once_an_update_and_before_generation_resumes() -> None:
+    class Caching(ToldEngine):
+        flushed = 0
+
+        async def flush_cache(self) -> None:
+            assert not self._gate.is_open
+            self.flushed += 1
+
+    engine = Caching(zoo(2))
+    async with WeightSynchronizer(Zoo(1), [engine]) as synchronizer:
+        await synchronizer.update_weights()
+        await synchronizer.update_weights()
+    assert engine.flushed == 2
+
+
+# -- failures --------------------------------------------------------------------------------------------------------
+
+
+@BOTH
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("step", STEPS)
+async def test_an_engine_that_fails_at_any_step_leaves_nothing_locked_and_the_next_update_repairs(
+    step: str, when: str, staged: bool
+) -> None:
+    async with synced(staged=staged) as (trainer, engines, synchronizer):
+        await synchronizer.update_weights()
+        old = contents(trainer)
+        change(trainer)
+        new = contents(trainer)
+        if step in ("accept_layout", "join_group"):
+            synchronizer._connection._group = None
+            for engine in engines:
+                engine._binding = None
+        getattr(engines[1], when)[step] = failing(OSError("the disk is full"))
+        with pytest.raises(EngineError, match=r"ToldEngine-1.*the disk is full") as caught:
+            await synchronizer.update_weights()
+        assert caught.value.engine == "ToldEngine-1"
+        assert isinstance(caught.value.__cause__, OSError)
+        assert caught.value.phase is not None
+
+        assert not synchronizer._lock.holds()
+        published = {1: old, 2: new}[synchronizer.weight_version or 0]
+        for engine in engines:
+            if (await engine.describe_engine()).tainted is None:
+                if engine._gate.is_open:
+                    assert contents(engine.module) == published
+            else:
+                with pytest.raises(asyncsync.TaintedEngineError):
+                    async with engine.generating():
+                        pytest.fail("a tainted engine served")
+        assert engines[0].weight_version == synchronizer.weight_version or not staged
+
+        engines[1].before.clear()
+        engines[1].after.clear()
+        update = await synchronizer.update_weights()
+        assert update.version == (synchronizer.weight_version or 0)
+        assert [holds(engine, trainer) for engine in engines] == [True, True]
+        assert all(engine._gate.is_open for engine in engines)
+
+
+async def test_one_failed_finish_publishes_for_those_who_switched_and_bars_the_one_behind() -> None:
+    async with synced() as (trainer, engines, synchronizer):
+        await synchronizer.update_weights()
+        change(trainer)
+        engines[1].before["finish_weight_update"] = failing(OSError("no"))
+        with pytest.raises(EngineError) as caught:
+            await synchronizer.update_weights()
+        assert synchronizer.weight_version == 2
+        assert [outcome.state for outcome in caught.value.outcomes] == [EngineState.UPDATED, EngineState.TAINTED]
+        assert (caught.value.phase, caught.value.weight_version) == ("finish", 2)
+        async with engines[0].generating() as version:
+            assert version == 2
+        with pytest.raises(asyncsync.TaintedEngineError, match="missed version 2"):
+            async with engines[1].generating():
+                pytest.fail("served")
+
+
+async def test_in_place_an_update_that_broke_in_the_middle_taints_and_is_repaired() -> None:
+    async with synced(staged=False) as (trainer, engines, synchronizer):
+        await synchronizer.update_weights()
+        change(trainer)
+        flip_a_bit(engines[0])
+        with pytest.raises(TransferError) as caught:
+            await synchronizer.update_weights()
+        assert [outcome.state for outcome in caught.value.outcomes] == [EngineState.TAINTED] * 2
+        assert synchronizer.weight_version == 1
+        assert engines[0].weight_version is None
+        await synchronizer.update_weights()
+        assert [holds(engine, trainer) for engine in engines] == [True, True]
+
+
+async def test_one_wrong_bit_is_caught_and_never_served() -> None:
+    async with synced() as (trainer, engines, synchronizer):
+        await synchronizer.update_weights()
+        old = contents(trainer)
+        change(trainer)
+        flip_a_bit(engines[1])
+        with pytest.raises(TransferError, match="ToldEngine-1 received other bytes than were sent") as caught:
+            await synchronizer.update_weights()
+        assert [outcome.state for outcome in caught.value.outcomes] == [EngineState.UNCHANGED] * 2
+        assert synchronizer.weight_version == 1
+        for engine in engines:
+            async with engine.generating() as version:
+                assert version == 1
+                assert contents(engine.module) == old
+
+
+async def test_several_engines_that_fail_are_a_group() -> None:
+    async with synced() as (_, engines, synchronizer):
+        for engine in engines:
+            engine.before["finish_weight_update"] = failing(OSError("no"))
+        with pytest.raises(ExceptionGroup, match="2 engines failed") as caught:
+            await synchronizer.update_weights()
+        assert {error.engine for error in caught.value.exceptions if isinstance(error, EngineError)} == {
+            "ToldEngine-0",
+            "ToldEngine-1",
+        }
+        assert synchronizer.weight_version is None
+
+
+@pytest.mark.parametrize("step", [step for step in STEPS if step != "resume_generation"])
+async def test_an_engine_that_hangs_is_an_error_in_time_that_names_the_phase(step: str) -> None:
+    async with synced(timeout=1.0) as (trainer, engines, synchronizer):
+        engines[1].before[step] = hanging()
+        with pytest.raises(asyncsync.WeightUpdateTimeoutError, match="took longer than") as caught:
+            await synchronizer.update_weights()
+        phases = dict(zip(STEPS, ("describe", "connect", "connect", "transfer", "pause", "finish"), strict=False))
+        assert caught.value.phase == phases[step]
+        engines[1].before.clear()
+        await synchronizer.update_weights()
+        assert [holds(engine, trainer) for engine in engines] == [True, True]
+
+
+async def test_a_generation_that_does_not_end_is_named() -> None:
+    async with synced(timeout=1.0, initial_version=0) as (_, engines, synchronizer):
+        await synchronizer.connect()
+        async with synchronizer.generation():
+            update = asyncio.create_task(synchronizer.update_weights(), name="trainer")
+            with pytest.raises(asyncsync.WeightUpdateTimeoutError, match="generation did not end in time") as caught:
+                await update
+            assert caught.value.phase == "drain"
+        assert all(engine._gate.is_open for engine in engines)
+
+
+async def test_a_trainer_that_fails_is_a_trainer_error() -> None:
+    def broken() -> dict[str, torch.Tensor]:
+        raise OSError("the checkpoint is gone")
+
+    async with WeightSynchronizer(broken, [asyncsync.ModuleEngine(nn.Linear(1, 1))]) as synchronizer:
+        with pytest.raises(asyncsync.TrainerError, match="the checkpoint is gone"):
+            await synchronizer.update_weights()
+
+
+# -- cancellation ----------------------------------------------------------------------------------------------------
+
+
+@BOTH
+@pytest.mark.parametrize("connected", [True, False], ids=["connected", "connecting"])
+async def test_cancelled_at_any_turn_of_the_loop_it_leaves_all_whole_and_the_next_update_works(
+    staged: bool, connected: bool
+) -> None:
+    cancelled = 0
+    for turns in range(0, 400, 7):
+        async with synced(staged=staged) as (trainer, engines, synchronizer):
+            if connected:
+                await synchronizer.update_weights()
+                change(trainer)
+            update = asyncio.create_task(synchronizer.update_weights())
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            update.cancel()
+            await asyncio.wait([update])
+            cancelled += update.cancelled()
+            assert synchronizer._lock.waiting == (0, 0)
+            assert synchronizer._lock.readers == 0
+            assert not synchronizer._updates.running
+            for engine in engines:
+                status = await engine.describe_engine()
+                assert engine._gate.is_open == (status.tainted is None)
+                assert engine._session is None
+            if connected and synchronizer.weight_version == 1 and staged:
+                assert all(engine.weight_version == 1 for engine in engines)
+            await synchronizer.update_weights()
+            assert [holds(engine, trainer) for engine in engines] == [True, True]
+        if not update.cancelled():
+            break
+    assert cancelled > 5
+
+
+# -- bad input -------------------------------------------------------------------------------------------------------
+
+
+def module_without(name: str) -> nn.Module:
+    module = nn.Linear(3, 2)
+    delattr(module, name)
+    return module
+
+
+def renamed(module: nn.Module) -> nn.Module:
+    return nn.ModuleDict({"inner": module})
+
+
+MISFITS: dict[str, tuple[Any, nn.Module, str, tuple[str, ...]]] = {
+    "unknown name": (
+        {"weight": torch.zeros(2, 3), "bias": torch.zeros(2), "scale": torch.zeros(1)},
+        nn.Linear(3, 2),
+        "does not know: scale",
+        ("scale",),
+    ),
+    "missing name": (nn.Linear(3, 2, bias=False), nn.Linear(3, 2), r"does not send \(pass partial=True", ("bias",)),
+    "other shape": (nn.Linear(3, 2), nn.Linear(4, 2), r"weight \(sent float32 \[2, 3\], held float32 \[2, 4\]\)", ("weight",)),
+    "other dtype": (nn.Linear(3, 2).half(), nn.Linear(3, 2), r"bias \(sent float16 \[2\], held float32 \[2\]\)", ("bias", "weight")),
+    "other prefix": (renamed(nn.Linear(3, 2)), nn.Linear(3, 2), "does not know: inner.bias, inner.weight", ("bias", "inner.bias", "inner.weight", "weight")),
+    "duplicate": ([("weight", torch.zeros(2, 3)), ("weight", torch.zeros(2, 3))], nn.Linear(3, 2, bias=False), "duplicate names in the weights: weight", ("weight",)),
+    "meta": (nn.Linear(3, 2, device="meta"), nn.Linear(3, 2), "meta device", ("bias", "weight")),
+    "sparse": ({"weight": torch.eye(3).to_sparse()}, nn.Linear(3, 3, bias=False), "sparse", ("weight",)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", MISFITS)
+async def test_weights_that_do_not_fit_are_refused_by_name_before_anything_is_sent_or_paused(what: str) -> None:
+    weights, module, message, names = MISFITS[what]
+    engine = ToldEngine(copy.deepcopy(module))
+    before = contents(engine.module)
+    async with WeightSynchronizer(weights, [engine]) as synchronizer:
+        with pytest.raises(PlanError, match=message) as caught:
+            await synchronizer.update_weights()
+        assert caught.value.names == names
+        assert {"receive_weights", "pause_generation", "join_group"}.isdisjoint(engine.calls)
+        assert contents(engine.module) == before
+        async with engine.generating():
+            pass
+
+
+async def test_two_engines_that_refuse_give_one_error_that_names_both() -> None:
+    engines = [asyncsync.ModuleEngine(nn.Linear(4, 2)) for _ in range(2)]
+    async with WeightSynchronizer(nn.Linear(3, 2), engines) as synchronizer:
+        with pytest.raises(PlanError, match=r"ModuleEngine-0: .* \| ModuleEngine-1: "):
+            await synchronizer.connect()
+
+
+async def test_tensors_of_their_own_that_the_engine_ties_are_refused_by_name() -> None:
+    served = Zoo(2, strided=False)
+    weights = {name: tensor.clone() for name, tensor in Zoo(1).state_dict().items()}
+    async with WeightSynchronizer(weights, [asyncsync.ModuleEngine(served)]) as synchronizer:
+        with pytest.raises(PlanError, match="tied in the engine, but sent as tensors of their own: tied, weight"):
+            await synchronizer.update_weights()
+
+
+async def test_arguments_that_make_no_sense_are_refused_at_once() -> None:
+    engine, trainer = asyncsync.ModuleEngine(nn.Linear(1, 1)), nn.Linear(1, 1)
+    with pytest.raises(ValueError, match="at least one engine"):
+        WeightSynchronizer(trainer, [])
+    with pytest.raises(ValueError, match="engine 1 is given twice"):
+        WeightSynchronizer(trainer, [engine, engine])
+    with pytest.raises(TypeError, match="is no rollout engine"):
+        WeightSynchronizer(trainer, [object()])
+    with pytest.raises(TypeError, match="is no rollout engine"):
+        WeightSynchronizer(trainer, [asyncsync.ModuleEngine])
+    with pytest.raises(TypeError, match="not int"):
+        WeightSynchronizer(3, [engine])
+    for size in (0, -5):
+        with pytest.raises(ValueError, match="bucket_size must be a positive"):
+            WeightSynchronizer(trainer, [engine], bucket_size=size)
+    for timeout in (0, -1.0, float("nan")):
+        with pytest.raises(ValueError, match="timeout must be a positive"):
+            WeightSynchronizer(trainer, [engine], timeout=timeout)
+    with pytest.raises(ValueError, match="must not be negative"):
+        WeightSynchronizer(trainer, [engine], initial_version=-1)
+
+
+async def test_generation_before_the_first_update_is_refused_unless_a_version_is_given() -> None:
+    async with synced() as (_, _, synchronizer):
+        with pytest.raises(asyncsync.NotReadyError, match="initial_version"):
+            async with synchronizer.generation():
+                pytest.fail("read")
+        await synchronizer.update_weights()
+        async with synchronizer.generation() as version:
+            assert version == 1
+
+
+async def test_a_closed_synchronizer_refuses_everything() -> None:
+    async with synced() as (_, engines, synchronizer):
+        await synchronizer.update_weights()
+    for call in (synchronizer.update_weights, synchronizer.connect, synchronizer.__aenter__):
+        with pytest.raises(asyncsync.ClosedError):
+            await call()
+    with pytest.raises(asyncsync.ClosedError):
+        async with synchronizer.generation():
+            pytest.fail("read")
+    await synchronizer.aclose()
+    assert "closed" in repr(synchronizer)
+    assert [engine._link for engine in engines] == [None, None]
+
+
+async def test_an_update_inside_generation_is_refused_in_place_of_waiting_for_itself() -> None:
+    async with synced(initial_version=0) as (_, _, synchronizer):
+        async with synchronizer.generation():
+            with pytest.raises(asyncsync.LockError, match="would wait for itself"):
+                await synchronizer.update_weights()
+        await synchronizer.update_weights()
+
+
+async def test_connecting_early_leaves_only_the_transfer_to_the_first_update() -> None:
+    async with synced() as (_, engines, synchronizer):
+        await synchronizer.connect()
+        assert synchronizer.weight_version is None
+        engines[0].calls.clear()
+        update = await synchronizer.update_weights()
+        assert "connect" not in update.seconds
+        assert "join_group" not in engines[0].calls
+
+
+async def test_the_version_only_grows_even_under_a_new_synchronizer() -> None:
+    engine = asyncsync.ModuleEngine(nn.Linear(2, 2))
+    for expected in (1, 2, 3):
+        async with WeightSynchronizer(nn.Linear(2, 2), [engine]) as synchronizer:
+            assert (await synchronizer.update_weights()).version == expected
