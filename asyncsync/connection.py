@@ -32,6 +32,9 @@ from asyncsync.trainer import Trainer
 JOIN_TIMEOUT = 30.0
 """Seconds, at the most, that the members of a group wait for each other."""
 
+OPERATION_TIMEOUT = 60.0
+"""Seconds, at the most, that one bucket may take; an operation that was given up ends by then."""
+
 BackendChoice = Literal["auto"] | Backend
 
 T = TypeVar("T")
@@ -170,7 +173,7 @@ class Connection:
                 rank=rank,
                 world_size=world_size,
                 join_timeout=join_timeout,
-                operation_timeout=self._timeout,
+                operation_timeout=min(OPERATION_TIMEOUT, self._timeout),
             )
 
         def join(member: Member, rank: int) -> Awaitable[None]:

@@ -11,15 +11,17 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 from asyncsync.errors import ClosedError
 
 P = ParamSpec("P")
 T = TypeVar("T")
+_Jobs: TypeAlias = "SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]"
 
 
 class WorkerThread:
@@ -31,7 +33,7 @@ class WorkerThread:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._jobs: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        self._jobs: _Jobs = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._closed = False
 
@@ -48,8 +50,9 @@ class WorkerThread:
         if self._closed:
             raise ClosedError(f"thread {self.name!r} is closed")
         if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name=self.name, daemon=True)
+            self._thread = threading.Thread(target=_work, args=(self._jobs,), name=self.name, daemon=True)
             self._thread.start()
+            weakref.finalize(self, self._jobs.put, None)  # the thread does not know its owner, and ends with it
         context = contextvars.copy_context()
         future: Future[T] = Future()
         self._jobs.put((future, lambda: context.run(function, *args, **kwargs)))
@@ -69,16 +72,17 @@ class WorkerThread:
             self._closed = True
             self._jobs.put(None)
 
-    def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            future, function = job
-            if not future.set_running_or_notify_cancel():
-                continue
-            try:
-                result = function()
-            except BaseException as error:  # noqa: BLE001 - it is the caller's: the future hands it over
-                future.set_exception(error)
-            else:
-                future.set_result(result)
-            del job, future, function  # a thread that waits must not keep the last job's tensors alive
-            result = None
+
+def _work(jobs: _Jobs) -> None:
+    while (job := jobs.get()) is not None:
+        future, function = job
+        if not future.set_running_or_notify_cancel():
+            continue
+        try:
+            result = function()
+        except BaseException as error:  # noqa: BLE001 - it is the caller's: the future hands it over
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+        del job, future, function  # a thread that waits must not keep the last job's tensors alive
+        result = None

@@ -465,6 +465,7 @@ async def test_cancelled_at_any_turn_of_the_loop_it_leaves_all_whole_and_the_nex
             update.cancel()
             await asyncio.wait([update])
             cancelled += update.cancelled()
+            assert isinstance(synchronizer._lock, asyncsync.RolloutLock)
             assert synchronizer._lock.waiting == (0, 0)
             assert synchronizer._lock.readers == 0
             assert not synchronizer._updates.running

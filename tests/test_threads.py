@@ -93,3 +93,16 @@ async def test_a_job_that_never_ends_does_not_hold_the_program() -> None:
     )
     ended = await asyncio.to_thread(subprocess.run, [sys.executable, "-c", program], timeout=60)
     assert ended.returncode == 0
+
+
+async def test_a_thread_ends_with_its_owner() -> None:
+    import gc
+
+    worker = WorkerThread("orphan")
+    await worker.run(lambda: None)
+    thread = worker._thread
+    assert thread is not None
+    del worker
+    gc.collect()
+    await asyncio.to_thread(thread.join, 10)
+    assert not thread.is_alive()

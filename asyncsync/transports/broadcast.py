@@ -5,10 +5,13 @@ many can exist beside the trainer's own groups, and leaving one touches no other
 uint8 tensor, since gloo refuses many dtypes and a tensor is its bytes anyway. This is the only module that uses
 ``torch.distributed``.
 
-Two facts shape it. A gloo operation whose peer is gone cannot be interrupted, only left to run into its timeout; so
-operations have a finite timeout, waiting is done on futures that can be abandoned, and a closed link keeps its group
-alive aside until its last operation has ended. And a process group must not be dropped on one of its own threads, or
-while it is busy, since its destructor waits; so it is dropped on a thread made for that.
+Three facts shape it. A gloo operation whose peer is gone cannot be interrupted, only left to run into its timeout; so
+operations have a finite timeout, waits can be abandoned, and a closed link keeps its group alive aside until its last
+operation has ended. A process group must not be dropped on one of its own threads, or while it is busy, since its
+destructor waits; so it is dropped on a thread made for that. And no Python code may run on gloo's threads: a callback
+on an operation that was left behind and ends while the interpreter shuts down would end the process with SIGABRT (its
+thread asks for the GIL, is unwound by Python, and C++ calls that a terminate; Python 3.14 hangs such threads instead).
+So completion is looked at, every millisecond while an operation runs; a bucket takes a hundred.
 
 The store's socket is bound and listening before its port is told to anyone, on this node's address only, and a
 member must know the connection's random name to find the group in it.
@@ -21,7 +24,6 @@ import secrets
 import socket
 import threading
 import time
-from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -32,7 +34,12 @@ from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroup, TCPSt
 from asyncsync.errors import ConnectError, TransferError
 from asyncsync.messages import PROTOCOL_VERSION, Rendezvous
 
-_MEET_INTERVAL = 0.002
+_MEET_INTERVAL = 0.002  # seconds
+_FORM_TIMEOUT = 10.0  # seconds for the group to form once every member is there; it takes milliseconds
+_SPIN = 0.0005  # seconds that a small operation is waited for without sleeping
+_POLL_INTERVAL = 0.001  # seconds
+_DROP_INTERVAL = 0.05  # seconds
+_WORD = "word"
 
 
 class Listener:
@@ -115,25 +122,33 @@ def join(
 
 
 def _meet(rendezvous: Rendezvous, store: PrefixStore, stop: threading.Event) -> None:
-    """Wait until every member is here. The group's constructor waits too, but nothing can make it give up."""
-    everyone = [f"here/{rank}" for rank in range(rendezvous.world_size)]
-    store.set(everyone[rendezvous.rank], "")
+    """Wait until every member is here. The group's constructor waits too, but nothing can make it give up.
+
+    The last to arrive says "go", one who gives up says "stopped", and the store lets the first of these words stand
+    for all: either every member goes on to the constructor, or none does.
+    """
+    if store.add("arrived", 1) == rendezvous.world_size:
+        store.compare_set(_WORD, "", "go")
     deadline = time.monotonic() + rendezvous.join_timeout
-    while not store.check(everyone):
-        if stop.wait(_MEET_INTERVAL):
-            raise ConnectError("joining was stopped")
-        if time.monotonic() > deadline:
-            missing = [rank for rank, key in enumerate(everyone) if not store.check([key])]
-            raise ConnectError(
-                f"rank {rendezvous.rank} waited {rendezvous.join_timeout:.3g} s in vain "
-                f"for rank {', '.join(map(str, missing))} of {rendezvous.world_size}"
-            )
+    while not store.check([_WORD]):
+        late = time.monotonic() > deadline
+        if late or stop.wait(_MEET_INTERVAL):
+            arrived = store.add("arrived", 0)
+            if store.compare_set(_WORD, "", "stopped") == b"stopped":
+                raise ConnectError(
+                    f"rank {rendezvous.rank} waited {rendezvous.join_timeout:.3g} s in vain: "
+                    f"{arrived} of {rendezvous.world_size} members came"
+                    if late
+                    else "joining was stopped"
+                )
+    if store.get(_WORD) != b"go":
+        raise ConnectError("joining was stopped by another member")
 
 
 def _group(rendezvous: Rendezvous, store: PrefixStore, address: str) -> ProcessGroup:
     # The group's own timeout bounds how long it waits for its members; operations carry theirs with them.
-    join_timeout = timedelta(seconds=rendezvous.join_timeout)
-    store.set_timeout(join_timeout)
+    form_timeout = timedelta(seconds=min(rendezvous.join_timeout, _FORM_TIMEOUT))
+    store.set_timeout(form_timeout)
     if rendezvous.backend == "nccl":
         from torch.distributed import ProcessGroupNCCL
 
@@ -144,7 +159,7 @@ def _group(rendezvous: Rendezvous, store: PrefixStore, address: str) -> ProcessG
 
     gloo = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     gloo._devices = [ProcessGroupGloo.create_device(hostname=address)]
-    gloo._timeout = join_timeout
+    gloo._timeout = form_timeout
     return _as_group(ProcessGroupGloo(store, rendezvous.rank, rendezvous.world_size, gloo))
 
 
@@ -228,9 +243,9 @@ class BroadcastLink:
 
 
 def _drop(owned: list[Any], running: list[Work]) -> None:
-    for work in running:
-        with suppress(RuntimeError):
-            work.wait()
+    pause = threading.Event()
+    while not all(work.is_completed() for work in running):
+        pause.wait(_DROP_INTERVAL)
     running.clear()
     owned.clear()
 
@@ -241,24 +256,8 @@ def _synchronize(work: Work) -> None:
 
 
 async def _completion(work: Work) -> None:
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[None] = loop.create_future()
-
-    def settle(error: BaseException | None) -> None:
-        if not done.done():
-            if error is None:
-                done.set_result(None)
-            else:
-                done.set_exception(error)
-
-    def on_completion(future: torch.futures.Future[Any]) -> None:
-        error: BaseException | None = None
-        try:
-            future.value()
-        except RuntimeError as failure:
-            error = failure
-        with suppress(RuntimeError):  # the loop may have been closed while the operation was left behind
-            loop.call_soon_threadsafe(settle, error)
-
-    work.get_future().add_done_callback(on_completion)
-    await done
+    clock = asyncio.get_running_loop().time
+    soon = clock() + _SPIN
+    while not work.is_completed():  # noqa: ASYNC110 - no callback, for the reason above
+        await asyncio.sleep(0 if clock() < soon else _POLL_INTERVAL)
+    work.wait()  # returns at once, and raises what went wrong
