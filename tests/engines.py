@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tests.sample import Zoo, contents
 
 import asyncsync
 from asyncsync.buckets import Bucket
 from asyncsync.engines import EngineReceipt, RolloutEngine
 from asyncsync.messages import EngineStatus, Layout, Policy, Rendezvous, UpdateOrder
+from tests.sample import Zoo, contents
 
 STEPS = (
     "describe_engine",

@@ -7,11 +7,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from tests.sample import DTYPES, content, random_tensor
 
 from asyncsync.buckets import TensorSpec, plan_buckets
 from asyncsync.digests import StreamingDigests
 from asyncsync.packing import arena_views, digest_weights, hash_bucket, pack, row_major, unpack
+from tests.sample import DTYPES, content, random_tensor
 
 
 def through_the_arena(tensors: list[Tensor], bucket_size: int) -> list[Tensor]:

@@ -21,9 +21,11 @@ marker: contextvars.ContextVar[str] = contextvars.ContextVar("marker")
 async def test_jobs_run_in_order_on_one_thread_with_the_callers_context() -> None:
     worker = WorkerThread("test")
     marker.set("mine")
-    jobs = [
-        worker.submit(lambda index=index: (index, threading.current_thread().name, marker.get())) for index in range(5)
-    ]
+
+    def job(index: int) -> tuple[int, str, str]:
+        return index, threading.current_thread().name, marker.get()
+
+    jobs = [worker.submit(job, index) for index in range(5)]
     results = [await asyncio.wrap_future(job) for job in jobs]
     assert results == [(index, "test", "mine") for index in range(5)]
     worker.close()

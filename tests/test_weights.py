@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from tests.sample import Zoo
 
 from asyncsync.errors import PlanError
 from asyncsync.weights import WeightSource
+from tests.sample import Zoo
 
 
 def names(weights: Any, **options: Any) -> list[str]:
@@ -82,7 +82,7 @@ def test_name_map_that_makes_duplicates_is_refused_by_name() -> None:
 
 
 def test_duplicate_names_are_refused_by_name() -> None:
-    with pytest.raises(PlanError, match="duplicate names in the weights: a$") as caught:
+    with pytest.raises(PlanError, match=r"duplicate names in the weights: a$") as caught:
         names([("a", torch.zeros(1)), ("b", torch.zeros(1)), ("a", torch.ones(1))])
     assert caught.value.names == ("a",)
 

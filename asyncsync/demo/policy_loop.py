@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from random import Random
 from typing import Any
 
@@ -18,6 +17,7 @@ import anyio
 import torch
 
 from asyncsync import cluster
+from asyncsync.demo.actors import running
 from asyncsync.demo.measures import StallMeter, UpdateLog, first_and_last, milliseconds
 from asyncsync.demo.progress import Observer, Step, Summary
 from asyncsync.demo.reversal import Policy, Prompt, Rollout, draw_prompts, generate, join_rollouts, policy_gradient_loss
@@ -98,7 +98,8 @@ async def run(*, steps: int = STEPS, seed: int = 0, observer: Observer) -> Summa
         raise ValueError(f"steps must be positive, not {steps}")
     start = time.perf_counter()
     observer.stage("starting a trainer and two rollout engines")
-    async with _actors(seed) as (trainer, engines), WeightSynchronizer(trainer, engines) as synchronizer:
+    wanted = [(PolicyTrainer, (seed,)), *((PolicyEngine, (seed + 1 + rank,)) for rank in range(ENGINES))]
+    async with running(*wanted) as (trainer, *engines), WeightSynchronizer(trainer, engines) as synchronizer:
         loop = _Loop(synchronizer, trainer, engines, Random(seed), observer)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(loop.stalls.watch)
@@ -199,17 +200,3 @@ class _Loop:
             loop_stall_ms=self.stalls.longest_ms,
             seconds=seconds,
         )
-
-
-@asynccontextmanager
-async def _actors(seed: int) -> AsyncIterator[tuple[Any, list[Any]]]:
-    """A trainer and engines; their processes end with the context."""
-    # Declaring an actor talks to Ray's control store: not on the event loop.
-    trainer = await asyncio.to_thread(PolicyTrainer.remote, seed)
-    engines = [await asyncio.to_thread(PolicyEngine.remote, seed + 1 + rank) for rank in range(ENGINES)]
-    try:
-        yield trainer, engines
-    finally:
-        with anyio.CancelScope(shield=True):
-            for actor in (trainer, *engines):
-                await cluster.kill_actor(actor)

@@ -120,4 +120,5 @@ def policy_gradient_loss(policy: Policy, rollout: Rollout) -> Tensor:
     _, logprobs = policy(rollout.prompts.repeat_interleave(group, 0), rollout.answers.flatten(0, 1))
     logprobs = logprobs.view_as(rollout.logprobs)
     ratio = (logprobs.detach() - rollout.logprobs).exp().clamp(max=MAX_RATIO)
-    return -(ratio * advantages[..., None] * logprobs).mean()
+    objective: Tensor = (ratio * advantages[..., None] * logprobs).mean()
+    return -objective

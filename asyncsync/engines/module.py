@@ -21,6 +21,7 @@ import anyio
 from torch import Tensor, nn
 
 from asyncsync import cluster
+from asyncsync.buckets import Bucket
 from asyncsync.engines.base import EngineReceipt
 from asyncsync.engines.binding import Binding, bind
 from asyncsync.engines.gate import GenerationGate
@@ -186,8 +187,7 @@ class ModuleEngine:
         session, link = self._begin(order)
         try:
             with session.scope:
-                await self._receive(link, session.loader)
-                digest = await self._worker.run(session.loader.digest)
+                digest = await self._receive(link, session.loader)
                 session.received = True
                 return EngineReceipt(digest=digest)
         finally:
@@ -258,29 +258,32 @@ class ModuleEngine:
         self._session = _Session(order, self._loader, scope)
         return self._session, self._link
 
-    async def _receive(self, link: Link, loader: Loader) -> None:
+    async def _receive(self, link: Link, loader: Loader) -> str:
         assert self._binding is not None
-        on_the_way: deque[tuple[int, Tensor, object]] = deque()
         buckets = self._binding.plan.buckets
+        on_the_way: deque[tuple[Bucket, Tensor, object]] = deque()
+
+        def start(bucket: Bucket) -> tuple[Bucket, Tensor, object]:
+            buffer = loader.target(bucket)
+            return bucket, buffer, link.start_receive(buffer)
 
         async def take_oldest() -> None:
-            index, buffer, handle = on_the_way.popleft()
+            bucket, buffer, handle = on_the_way.popleft()
             try:
                 await link.wait(handle)
             except TransferError as error:
-                error.bucket = index
+                error.bucket = bucket.index
                 raise
-            await self._worker.run(loader.take, buckets[index], buffer)
+            await self._worker.run(loader.take, bucket, buffer)
 
         await self._worker.run(loader.begin)
         for bucket in buckets:
             if len(on_the_way) == IN_FLIGHT:
                 await take_oldest()
-            buffer = loader.target(bucket)
-            handle = await self._worker.run(link.start_receive, buffer)
-            on_the_way.append((bucket.index, buffer, handle))
+            on_the_way.append(await self._worker.run(start, bucket))
         while on_the_way:
             await take_oldest()
+        return await self._worker.run(loader.digest)
 
     def _spoil(self, session: _Session, link: Link) -> None:
         """The transfer failed: leave the group, and the buffers that it may still write to."""

@@ -1,0 +1,112 @@
+"""The benchmarks measure what they say, on weights that arrived."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+
+import pytest
+import torch
+
+from benchmarks import layouts, seed_loop, sync_latency
+
+KEYS = [
+    "case",
+    "bytes",
+    "tensors",
+    "engines",
+    "ours_s",
+    "seed_s",
+    "gloo_s",
+    "memcpy_s",
+    "ours_stall_ms",
+    "seed_stall_ms",
+]
+
+
+def test_smollm2_is_the_real_layout() -> None:
+    layout = layouts.smollm2()
+    assert len(layout.shapes) == 272
+    assert layout.nbytes == 269_030_016
+    assert layout.shapes["model.layers.29.self_attn.k_proj.weight"] == (192, 576)
+
+
+def test_layouts_have_the_sizes_they_are_named_after() -> None:
+    sizes = {name: layout.nbytes for name, layout in layouts.all_layouts().items()}
+    assert sizes["1 MB"] == 2**20
+    assert sizes["16 MB"] == 2**24
+    assert sizes["64 MB"] == 2**26
+    assert sizes["256 MB"] == 2**28
+    assert sizes["1 GB"] == 2**30
+    assert sizes["2000x4KB"] == 2000 * 4096
+    assert sizes["tiny"] < 10_000
+
+
+def test_a_module_holds_its_layout() -> None:
+    layout = layouts.smollm2()
+    small = layouts.Layout("small", {name: shape[:1] for name, shape in layout.shapes.items()})
+    module = layouts.make_module(small)
+    assert {name: tuple(tensor.shape) for name, tensor in module.named_parameters()} == small.shapes
+
+
+def test_change_changes_every_element_and_the_fingerprint() -> None:
+    weights = list(layouts.make_weights(layouts.tiny()).values())
+    before = [tensor.clone() for tensor in weights]
+    layouts.change(weights)
+    for old, new in zip(before, weights, strict=True):
+        assert (old.view(torch.int16) != new.view(torch.int16)).all()
+    assert layouts.fingerprint(before) != layouts.fingerprint(weights)
+
+
+@pytest.mark.ray
+@pytest.mark.asyncio
+@pytest.mark.usefixtures("ray_cluster")
+async def test_measures_every_contender_and_finds_a_wrong_byte() -> None:
+    async with sync_latency.Fleet.start(2) as fleet:
+        for layout in (layouts.tiny(), layouts.even("uneven", 3, 5, 7)):
+            row = dataclasses.asdict(await sync_latency.measure(layout, fleet, rounds=1))
+            assert list(row) == KEYS
+            assert json.loads(json.dumps(row)) == row
+            assert (row["case"], row["tensors"], row["engines"]) == (layout.name, len(layout.shapes), 2)
+            assert all(row[key] > 0 for key in KEYS if key.endswith("_s"))
+
+        sent = layouts.make_weights(layout)
+        seed = sync_latency.Seed(fleet, sent)
+        await seed.run()
+        await seed.check()
+        sent["layers.1.weight"].view(torch.uint8)[0, 0] ^= 1
+        with pytest.raises(sync_latency.WrongBytesError, match="Seed: engine 0"):
+            await seed.check()
+        seed_loop.SeedLoop(fleet.engines, fleet.group, fleet.lock, bucket_size=100).update(sent)  # three buckets
+        await seed.check()
+
+
+def test_the_table_shows_every_row(capsys: pytest.CaptureFixture[str]) -> None:
+    row = sync_latency.Row(
+        case="x",
+        bytes=10**6,
+        tensors=1,
+        engines=2,
+        ours_s=0.001,
+        seed_s=0.004,
+        gloo_s=0.0005,
+        memcpy_s=0.0001,
+        ours_stall_ms=1,
+        seed_stall_ms=2,
+    )
+    sync_latency.show([row])
+    printed = capsys.readouterr().out
+    assert f"torch {torch.__version__}" in printed
+    assert printed.count(" x ") == 1
+
+
+async def _blocked(seconds: float) -> float:
+    async with sync_latency.Ticker() as ticker:
+        time.sleep(seconds)  # noqa: ASYNC251, TID251 - a blocked loop is what must be seen
+    return ticker.stall_ms
+
+
+@pytest.mark.asyncio
+async def test_the_ticker_sees_a_loop_blocked_to_the_end() -> None:
+    assert await _blocked(0.05) >= 48

@@ -1,0 +1,234 @@
+"""The main job on real processes: one trainer actor, two engine actors."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+from torch import nn
+
+import asyncsync
+from asyncsync import EngineError, EngineState, WeightSynchronizer
+from tests.actors import Engine, Flat, Trainer
+from tests.sample import Zoo, contents
+
+pytestmark = [pytest.mark.asyncio, pytest.mark.ray]
+
+Make = Callable[[], nn.Module]
+TINY: Make = partial(nn.Linear, 2, 2)
+ZOO: Make = partial(Zoo, 2, strided=False)
+
+
+class Actors:
+    """A trainer and two engines, shared by the tests of this module; each test gives them its weights."""
+
+    def __init__(self) -> None:
+        self.trainer = Trainer.remote(TINY)
+        self.engines = [Engine.remote(TINY) for _ in range(2)]
+
+    async def hold(self, trainer: Make, engines: Make) -> None:
+        await self.trainer.hold.remote(trainer)
+        await asyncio.gather(*(engine.serve.remote(engines) for engine in self.engines))
+
+
+@pytest.fixture(scope="module")
+def actors(ray_cluster: None) -> Iterator[Actors]:
+    made = Actors()
+    yield made
+    for actor in (made.trainer, *made.engines):
+        ray.kill(actor)
+
+
+async def assert_equal(actors: Actors) -> None:
+    expected = await actors.trainer.contents.remote()
+    for engine in actors.engines:
+        assert await engine.contents.remote() == expected
+
+
+async def test_every_kind_of_tensor_from_a_trainer_actor_to_two_engine_actors(actors: Actors) -> None:
+    await actors.hold(partial(Zoo, 1), ZOO)
+    async with WeightSynchronizer(actors.trainer, actors.engines, bucket_size=1024) as synchronizer:
+        for version in (1, 2, 3):
+            update = await synchronizer.update_weights()
+            assert update.version == version
+            await assert_equal(actors)
+            assert await actors.engines[1].weights_digest.remote() == update.digest
+            await actors.trainer.change.remote()
+        await actors.trainer.change.remote(["weight"])
+
+
+async def test_twenty_thousand_tiny_tensors_and_a_tensor_three_times_the_bucket(actors: Actors) -> None:
+    await actors.hold(partial(Flat, 20_000, (3,), fill=2.0), partial(Flat, 20_000, (3,)))
+    async with WeightSynchronizer(actors.trainer, actors.engines) as synchronizer:
+        update = await synchronizer.update_weights()
+        assert (update.tensors, update.bytes) == (20_000, 240_000)
+    await assert_equal(actors)
+    large = partial(Flat, 1, (3 * 2**20 // 4,))
+    await actors.hold(partial(large, fill=3.0), large)
+    async with WeightSynchronizer(actors.trainer, actors.engines, bucket_size=2**20) as synchronizer:
+        update = await synchronizer.update_weights()
+        assert update.buckets == 3
+    await assert_equal(actors)
+
+
+async def test_a_trainer_in_this_process_and_rollouts_all_the_time(actors: Actors) -> None:
+    trainer = Zoo(1)
+    await actors.hold(TINY, ZOO)
+    async with WeightSynchronizer(trainer, actors.engines) as synchronizer:
+        await synchronizer.update_weights()
+        read: list[tuple[int, int, str]] = []
+        stop = asyncio.Event()
+
+        async def rollouts(engine: Any) -> None:
+            while not stop.is_set():
+                async with synchronizer.generation() as version:
+                    own, digest = await engine.read.remote()
+                    read.append((version, own, digest))
+
+        async with asyncio.TaskGroup() as tasks:
+            for engine in actors.engines:
+                tasks.create_task(rollouts(engine))
+            for _ in range(10):
+                with torch.no_grad():
+                    trainer.weight.add_(1)
+                await synchronizer.update_weights()
+            stop.set()
+        for version, own, _ in read:
+            assert version == own, "read at dispatch, and nothing changes under a reader"
+        by_version = [{digest for version, _, digest in read if version == wanted} for wanted in range(12)]
+        # Two processes hash with seeds of their own: at most one digest an engine and version.
+        assert all(len(digests) <= 2 for digests in by_version)
+        assert len({version for version, _, _ in read}) > 3
+
+
+async def test_control_calls_are_answered_while_a_synchronous_method_runs(actors: Actors, tmp_path: Path) -> None:
+    await actors.hold(partial(Zoo, 1), ZOO)
+    release = tmp_path / "release"
+    busy = [actor.block_until.remote(str(release)) for actor in (actors.trainer, *actors.engines)]
+    async with WeightSynchronizer(actors.trainer, actors.engines, timeout=60) as synchronizer:
+        update = await synchronizer.update_weights()
+        assert all(outcome.state is EngineState.UPDATED for outcome in update.outcomes)
+        release.touch()
+        await asyncio.gather(*busy)
+    await assert_equal(actors)
+
+
+async def test_a_restarted_engine_is_seen_as_new_and_brought_up_to_date(actors: Actors) -> None:
+    restarted = Engine.remote(partial(Zoo, 3, strided=False))
+    trainer = Zoo(1)
+    await actors.hold(TINY, ZOO)
+    async with WeightSynchronizer(trainer, [actors.engines[0], restarted], timeout=60) as synchronizer:
+        await synchronizer.update_weights()
+        pid = await restarted.pid.remote()
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(EngineError, match="Engine-1 is gone"):
+            await synchronizer.update_weights()
+        while True:
+            try:
+                assert await restarted.pid.remote() != pid
+                break
+            except ray.exceptions.ActorUnavailableError:
+                continue
+        update = await synchronizer.update_weights()
+        assert update.version == 2
+        assert "connect" in update.seconds
+        assert await restarted.contents.remote() == contents(trainer)
+    ray.kill(restarted)
+
+
+async def test_an_engine_killed_in_the_middle_of_a_transfer_is_named_and_the_other_serves_on(actors: Actors) -> None:
+    victim = Engine.options(max_restarts=0).remote(partial(Flat, 16, (2**22,)))
+    await actors.engines[0].serve.remote(partial(Flat, 16, (2**22,)))
+    trainer = Flat(16, (2**22,), fill=1.0)
+    async with WeightSynchronizer(trainer, [actors.engines[0], victim], timeout=60) as synchronizer:
+        await synchronizer.update_weights()
+        pid = await victim.pid.remote()
+        before = await actors.engines[0].read.remote()
+        update = asyncio.create_task(synchronizer.update_weights())
+        while not (await victim.describe_engine.remote()).epoch > 1:
+            pass
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(EngineError, match="Engine-1 is gone") as caught:
+            await update
+        assert [outcome.state for outcome in caught.value.outcomes] == [EngineState.UNCHANGED, EngineState.LOST]
+        assert await actors.engines[0].read.remote() == before
+        assert synchronizer.weight_version == 1
+
+
+async def test_a_class_that_was_declared_with_plain_ray_is_refused_with_the_remedy(actors: Actors) -> None:
+    class Plain(asyncsync.ModuleEngine):
+        def __init__(self) -> None:
+            super().__init__(nn.Linear(1, 1))
+
+    plain = ray.remote(num_cpus=0)(Plain).remote()
+    async with WeightSynchronizer(nn.Linear(1, 1), [plain]) as synchronizer:
+        with pytest.raises(asyncsync.ConnectError, match=r"with @asyncsync\.remote"):
+            await synchronizer.update_weights()
+    ray.kill(plain)
+
+
+async def test_an_actor_without_the_protocol_is_refused_by_the_names_it_lacks(actors: Actors) -> None:
+    with pytest.raises(TypeError, match="Trainer is no rollout engine: it lacks describe_engine, accept_layout"):
+        WeightSynchronizer(nn.Linear(1, 1), [actors.trainer])
+    with pytest.raises(TypeError, match="Engine is no trainer rank: it lacks describe_weights"):
+        WeightSynchronizer(actors.engines[0], [actors.engines[1]])
+    with pytest.raises(ValueError, match="given twice"):
+        WeightSynchronizer(actors.trainer, [actors.engines[0], actors.engines[0]])
+    with pytest.raises(ValueError, match="from one trainer rank, not 2"):
+        WeightSynchronizer([actors.trainer, actors.trainer], actors.engines)
+
+
+async def test_weights_that_do_not_fit_come_back_as_our_error_from_another_process(actors: Actors) -> None:
+    await actors.hold(partial(nn.Linear, 3, 2), partial(nn.Linear, 4, 2))
+    async with WeightSynchronizer(actors.trainer, actors.engines) as synchronizer:
+        with pytest.raises(
+            asyncsync.PlanError, match=r"weight \(sent float32 \[2, 3\], held float32 \[2, 4\]\)"
+        ) as caught:
+            await synchronizer.update_weights()
+        assert caught.value.names == ("weight",)
+
+
+async def test_the_generation_lock_can_be_one_that_other_processes_share(actors: Actors) -> None:
+    await actors.hold(partial(nn.Linear, 2, 2), partial(nn.Linear, 2, 2))
+    lock = await asyncsync.SharedRolloutLock.create()
+    async with WeightSynchronizer(actors.trainer, actors.engines, lock=lock) as synchronizer:
+        await synchronizer.update_weights()
+        async with synchronizer.generation() as version:
+            assert version == 1
+    await lock.aclose()
+
+
+async def test_memory_stays_flat_and_nothing_is_left(actors: Actors) -> None:
+    layout = partial(Flat, 8, (2**19,))  # 16 MiB
+    await actors.hold(partial(layout, fill=1.0), layout)
+    everyone = [actors.trainer, *actors.engines]
+    shared = set(os.listdir("/dev/shm"))
+    async with WeightSynchronizer(actors.trainer, actors.engines, bucket_size=2**22) as synchronizer:
+        for _ in range(5):
+            await synchronizer.update_weights()
+        before = [(await actor.resident.remote(), await actor.open_files.remote()) for actor in everyone]
+        for _ in range(100):
+            await synchronizer.update_weights()
+        after = [(await actor.resident.remote(), await actor.open_files.remote()) for actor in everyone]
+    for (memory, files), (memory_after, files_after) in zip(before, after, strict=True):
+        assert memory_after - memory < 2**22
+        assert files_after <= files
+    assert set(os.listdir("/dev/shm")) <= shared
+
+
+async def test_a_trainer_needs_two_buckets_of_extra_memory(actors: Actors) -> None:
+    bucket_size, layout = 8 * 2**20, partial(Flat, 16, (2**22,))  # 256 MiB
+    await actors.hold(partial(layout, fill=1.0), layout)
+    before = await actors.trainer.resident.remote()
+    async with WeightSynchronizer(actors.trainer, actors.engines, bucket_size=bucket_size) as synchronizer:
+        await synchronizer.update_weights()
+        after = await actors.trainer.resident.remote()
+    assert after - before < 2 * bucket_size + 16 * 2**20
