@@ -240,8 +240,8 @@ class _Progress:
         )
         sample = f"{step.prompt} → {step.answer}"
         row += f"\n      {sample}" if self._language_model else f"  {sample}"
-        row += "" if step.digests_agree else "  DIGESTS DISAGREE"
-        return row if step.greedy_equal is not False else f"{row}  TOKENS DIFFER"
+        row += "" if step.digests_agree else "\n      DIGESTS DISAGREE"
+        return row if step.greedy_equal is not False else f"{row}\n      TOKENS DIFFER"
 
     def _row(self, step: str, version: str, reward: str, stale: str, *times: str) -> str:
         staleness = "" if self._language_model else f" {stale:>5}"

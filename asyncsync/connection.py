@@ -6,6 +6,7 @@ not what this side remembers: an engine that was restarted, or that left its gro
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from typing import Any, Literal, TypeVar
@@ -224,15 +225,15 @@ async def call_trainer(call: Callable[[], Awaitable[T]], *, timeout: float | Non
         TrainerError: It failed, is gone, or did not answer in time; its own error is the cause.
     """
     try:
-        with anyio.fail_after(timeout):
+        async with asyncio.timeout(timeout) as limit:
             return await call()
     except (PlanError, WeightUpdateError):
         raise
     except cluster.ActorLostError as error:
         raise TrainerError("the trainer is gone: its process died or was replaced") from error
-    except TimeoutError as error:
-        raise TrainerError(f"the trainer did not answer within {timeout} s") from error
     except Exception as error:
+        if limit.expired():
+            raise TrainerError(f"the trainer did not answer within {timeout} s") from error
         raise TrainerError(f"the trainer failed: {type(error).__name__}: {error}") from error
 
 

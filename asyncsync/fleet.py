@@ -42,7 +42,7 @@ class Member:
             ConnectError: It could not join.
         """
         try:
-            async with asyncio.timeout(timeout):
+            async with asyncio.timeout(timeout) as limit:
                 return await call(self.engine)
         except (PlanError, ConnectError) as error:
             named: Exception = (
@@ -53,9 +53,9 @@ class Member:
             raise named from error
         except cluster.ActorLostError as error:
             raise EngineError(f"{self.name} is gone: its process died or was replaced", engine=self.name) from error
-        except TimeoutError as error:
-            raise EngineError(f"{self.name} did not answer within {timeout} s", engine=self.name) from error
         except Exception as error:
+            if limit.expired():
+                raise EngineError(f"{self.name} did not answer within {timeout} s", engine=self.name) from error
             raise EngineError(f"{self.name} failed: {type(error).__name__}: {error}", engine=self.name) from error
 
 

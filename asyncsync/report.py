@@ -63,7 +63,7 @@ class WeightUpdate:
     bytes: int
     bytes_changed: int
     digest: str
-    seconds: Mapping[str, float] = field(default_factory=dict)
+    seconds: Mapping[str, float] = field(default_factory=dict, hash=False)
 
     def __str__(self) -> str:
         """One line, for a log."""

@@ -19,7 +19,7 @@ from typing import Any, Self, cast
 import anyio
 import torch
 
-from asyncsync import cluster
+from asyncsync.attempt import Attempt
 from asyncsync.buckets import DEFAULT_BUCKET_SIZE
 from asyncsync.clock import UpdateClock
 from asyncsync.coalesce import Coalescer
@@ -38,9 +38,9 @@ from asyncsync.fanout import race, settle
 from asyncsync.fleet import Fleet, Member, combine_errors
 from asyncsync.lock import RolloutLock
 from asyncsync.messages import EngineStatus, Policy, ReadOptions, SendReceipt, UpdateOrder
-from asyncsync.report import EngineOutcome, EngineState, WeightUpdate
+from asyncsync.report import EngineState, WeightUpdate
 from asyncsync.shared_lock import SharedRolloutLock
-from asyncsync.trainer import RemoteTrainer, Trainer, TrainerRank
+from asyncsync.trainer import as_trainer
 from asyncsync.weights import NameMap, Weights
 
 DEFAULT_TIMEOUT = 600.0
@@ -216,6 +216,8 @@ class WeightSynchronizer:
         self._closed = True
         await self._updates.aclose()
         with anyio.CancelScope(shield=True):
+            with anyio.move_on_after(CLEANUP_TIMEOUT):
+                await self._busy.acquire()  # a connect() that is under way; kept, since nothing may follow
             await self._connection.aclose()
         if self._own_trainer is not None:
             self._own_trainer.close()
@@ -226,7 +228,7 @@ class WeightSynchronizer:
         async with self._busy:
             clock = UpdateClock(self._timeout)
             order, engines = await self._agree(clock)
-            attempt = _Attempt(order, engines)
+            attempt = Attempt(order, engines)
             try:
                 await self._transaction(attempt, clock)
             except WeightUpdateError as error:
@@ -241,7 +243,7 @@ class WeightSynchronizer:
             _log.info("%s", update)
             return update
 
-    async def _transaction(self, attempt: _Attempt, clock: UpdateClock) -> None:
+    async def _transaction(self, attempt: Attempt, clock: UpdateClock) -> None:
         if attempt.staged:
             async with self._undone_if_it_fails(attempt):
                 await self._transfer(attempt, clock)
@@ -255,7 +257,7 @@ class WeightSynchronizer:
     async def _agree(self, clock: UpdateClock) -> tuple[UpdateOrder, dict[Member, EngineStatus]]:
         return await self._connection.agree(clock, base_epoch=self._base_epoch, version=self._version or 0)
 
-    async def _transfer(self, attempt: _Attempt, clock: UpdateClock) -> None:
+    async def _transfer(self, attempt: Attempt, clock: UpdateClock) -> None:
         """Send and receive at once; the first failure at either end wins (R5), and digests must agree (R12)."""
         order = attempt.order
         with clock.phase("transfer"):
@@ -272,7 +274,7 @@ class WeightSynchronizer:
         attempt.sent = sent
 
     @asynccontextmanager
-    async def _paused(self, attempt: _Attempt, clock: UpdateClock) -> AsyncIterator[None]:
+    async def _paused(self, attempt: Attempt, clock: UpdateClock) -> AsyncIterator[None]:
         """No reader, and every engine paused; in the end, every engine that holds whole weights serves again."""
         order = attempt.order
         async with AsyncExitStack() as stack:
@@ -293,7 +295,7 @@ class WeightSynchronizer:
                 if errors:
                     raise combine_errors(errors)
 
-    async def _resume(self, attempt: _Attempt, clock: UpdateClock) -> list[Exception]:
+    async def _resume(self, attempt: Attempt, clock: UpdateClock) -> list[Exception]:
         whole = [member for member in self._fleet.members if attempt.may_serve(member)]
         with clock.measure("resume"):
             results = await self._fleet.each(
@@ -307,7 +309,7 @@ class WeightSynchronizer:
             _log.warning("could not resume: %s", error)
         return list(errors.values())
 
-    async def _finish(self, attempt: _Attempt, clock: UpdateClock) -> None:
+    async def _finish(self, attempt: Attempt, clock: UpdateClock) -> None:
         """Switch every engine to the new version, and publish it, last of all (R3)."""
         with clock.phase("finish"):
             await self._fleet.all(lambda engine: engine.finish_weight_update(attempt.order))
@@ -315,11 +317,11 @@ class WeightSynchronizer:
         for member in self._fleet.members:
             attempt.record(member, EngineState.UPDATED, weight_version=attempt.order.version)
 
-    def _publish(self, attempt: _Attempt) -> None:
+    def _publish(self, attempt: Attempt) -> None:
         self._version, self._base_epoch = attempt.order.version, attempt.order.epoch
 
     @asynccontextmanager
-    async def _undone_if_it_fails(self, attempt: _Attempt) -> AsyncIterator[None]:
+    async def _undone_if_it_fails(self, attempt: Attempt) -> AsyncIterator[None]:
         """On failure, end the update at both ends and learn who holds what; shielded and bounded (R7)."""
         try:
             yield
@@ -330,7 +332,7 @@ class WeightSynchronizer:
                 attempt.undone = True
             raise
 
-    async def _undo(self, attempt: _Attempt) -> None:
+    async def _undo(self, attempt: Attempt) -> None:
         epoch = attempt.order.epoch
         ends: dict[str, Any] = {
             "trainer": call_trainer(lambda: self._trainer.abort_send(epoch), timeout=CLEANUP_TIMEOUT),
@@ -384,84 +386,3 @@ class WeightSynchronizer:
                 "or pass initial_version if the engines hold them already"
             )
         return self._version
-
-
-class _Attempt:
-    """One attempt at an update, and what became of each engine so far."""
-
-    def __init__(self, order: UpdateOrder, engines: dict[Member, EngineStatus]) -> None:
-        self.order = order
-        self.staged = all(status.staged for status in engines.values())
-        self.sent: SendReceipt | None = None
-        self.undone = False
-        self.outcomes = {
-            member: EngineOutcome(
-                engine=member.name,
-                state=EngineState.TAINTED if status.tainted else EngineState.UNCHANGED,
-                weight_version=status.weight_version,
-                error=status.tainted,
-            )
-            for member, status in engines.items()
-        }
-
-    def record(
-        self,
-        member: Member,
-        state: EngineState,
-        *,
-        weight_version: int | None = None,
-        error: Exception | str | None = None,
-    ) -> None:
-        updated = state is EngineState.UPDATED and self.sent is not None
-        self.outcomes[member] = EngineOutcome(
-            engine=member.name,
-            state=state,
-            weight_version=weight_version,
-            digest=self.sent.digest if updated and self.sent else None,
-            error=None if error is None else str(error),
-        )
-
-    def may_serve(self, member: Member) -> bool:
-        return self.outcomes[member].state in (EngineState.UPDATED, EngineState.UNCHANGED)
-
-    def explain(self, error: WeightUpdateError, clock: UpdateClock) -> None:
-        error.phase = error.phase or clock.phase_name
-        error.weight_version = self.order.version
-        error.outcomes = tuple(self.outcomes.values())
-
-    def report(self, clock: UpdateClock) -> WeightUpdate:
-        assert self.sent is not None
-        return WeightUpdate(
-            version=self.order.version,
-            outcomes=tuple(self.outcomes.values()),
-            tensors=self.sent.tensors,
-            tensors_changed=self.sent.tensors_changed,
-            buckets=self.sent.buckets,
-            bytes=self.sent.nbytes,
-            bytes_changed=self.sent.nbytes_changed,
-            digest=self.sent.digest,
-            seconds=clock.seconds | {"total": clock.elapsed},
-        )
-
-
-def as_trainer(candidate: Any, *, offload: bool | None) -> tuple[Trainer, TrainerRank | None]:
-    """The trainer behind whatever a user may pass as one; and the rank made for it here, if one was.
-
-    Raises:
-        TypeError: It is neither a trainer nor weights.
-        ValueError: It is several trainer ranks.
-    """
-    if isinstance(candidate, list | tuple) and candidate and _is_remote(candidate[0]):
-        if len(candidate) > 1:
-            raise ValueError(f"this version sends from one trainer rank, not {len(candidate)}")
-        candidate = candidate[0]
-    if _is_remote(candidate):
-        return RemoteTrainer(candidate), None
-    if isinstance(candidate, TrainerRank):
-        return candidate, None
-    rank = TrainerRank(candidate, offload=offload)
-    return rank, rank
-
-
-def _is_remote(candidate: Any) -> bool:
-    return cluster.is_actor(candidate) or hasattr(getattr(candidate, "describe_weights", None), "remote")

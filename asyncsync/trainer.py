@@ -354,3 +354,26 @@ class RemoteTrainer:
 
     async def abort_send(self, epoch: int) -> None:
         await cluster.call(self.handle, "abort_send", epoch)
+
+
+def as_trainer(candidate: Any, *, offload: bool | None) -> tuple[Trainer, TrainerRank | None]:
+    """The trainer behind whatever a user may pass as one; and the rank made for it here, if one was.
+
+    Raises:
+        TypeError: It is neither a trainer nor weights.
+        ValueError: It is several trainer ranks.
+    """
+    if isinstance(candidate, list | tuple) and candidate and _is_remote(candidate[0]):
+        if len(candidate) > 1:
+            raise ValueError(f"this version sends from one trainer rank, not {len(candidate)}")
+        candidate = candidate[0]
+    if _is_remote(candidate):
+        return RemoteTrainer(candidate), None
+    if isinstance(candidate, TrainerRank):
+        return candidate, None
+    rank = TrainerRank(candidate, offload=offload)
+    return rank, rank
+
+
+def _is_remote(candidate: Any) -> bool:
+    return cluster.is_actor(candidate) or hasattr(getattr(candidate, "describe_weights", None), "remote")

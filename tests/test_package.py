@@ -20,7 +20,7 @@ FLOORS = (
     {"threads", "digests", "buckets", "packing", "clock", "fanout", "coalesce", "lock", "guard"},
     {"weights", "messages", "cluster", "transports"},
     {"engines", "trainer", "shared_lock"},
-    {"fleet", "connection"},
+    {"fleet", "connection", "attempt"},
     {"synchronizer"},
     {"__init__"},
     {"demo", "language_demo"},

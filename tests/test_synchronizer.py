@@ -148,6 +148,16 @@ async def test_a_layout_that_changes_is_agreed_on_anew_over_the_same_connection(
     assert engine.calls.count("join_group") == 1
 
 
+@BOTH
+async def test_a_parameter_that_was_replaced_in_the_engine_is_found_again(staged: bool) -> None:
+    trainer, served = nn.Linear(3, 2), nn.Linear(3, 2)
+    async with WeightSynchronizer(trainer, [asyncsync.ModuleEngine(served, staged=staged)]) as synchronizer:
+        await synchronizer.update_weights()
+        served.weight = nn.Parameter(torch.zeros(2, 3))
+        await synchronizer.update_weights()
+    assert contents(served) == contents(trainer)
+
+
 # -- the transaction -------------------------------------------------------------------------------------------------
 
 
@@ -195,7 +205,7 @@ async def test_what_changed_is_told_against_the_published_version_even_after_a_f
     async with synced() as (trainer, engines, synchronizer):
         await synchronizer.update_weights()
         with torch.no_grad():
-            trainer.weight += 1
+            trainer.weight.add_(1)
         engines[0].before["finish_weight_update"] = engines[1].before["finish_weight_update"] = failing(OSError())
         with pytest.raises(ExceptionGroup):
             await synchronizer.update_weights()

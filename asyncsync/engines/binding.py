@@ -20,10 +20,17 @@ class Binding:
     Attributes:
         plan: The plan, computed here from the layout.
         targets: For every tensor of the plan, the module's distinct tensors that take its bytes.
+        held: All the module's tensors, as they were then.
     """
 
     plan: Plan
     targets: tuple[tuple[Tensor, ...], ...]
+    held: Mapping[str, Tensor]
+
+    def fits(self, module: nn.Module) -> bool:
+        """Whether the module still holds these very tensors: one that was replaced would get nothing."""
+        now = module_tensors(module)
+        return now.keys() == self.held.keys() and all(now[name] is tensor for name, tensor in self.held.items())
 
 
 def bind(module: nn.Module, layout: Layout) -> Binding:
@@ -65,7 +72,7 @@ def bind(module: nn.Module, layout: Layout) -> Binding:
     for group in targets:
         for tensor in group:
             _give_own_elements(tensor)
-    return Binding(plan, targets)
+    return Binding(plan, targets, held)
 
 
 def _differences(plan: Plan, held: Mapping[str, Tensor]) -> dict[str, str]:

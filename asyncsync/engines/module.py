@@ -127,6 +127,9 @@ class ModuleEngine:
     @cluster.control
     async def describe_engine(self) -> EngineStatus:
         """See :meth:`asyncsync.RolloutEngine.describe_engine`."""
+        binding = self._binding
+        if binding is not None and not await asyncio.to_thread(binding.fits, self.module):
+            binding = None
         return EngineStatus(
             instance=self._instance,
             device=self._device(),
@@ -135,7 +138,7 @@ class ModuleEngine:
             weight_version=self.weight_version,
             tainted=self._tainted,
             connection=self._link.connection if self._link else None,
-            plan_digest=self._binding.plan.digest if self._binding else None,
+            plan_digest=binding.plan.digest if binding else None,
             control_group=self.control_group is not None or not cluster.in_actor(),
         )
 
