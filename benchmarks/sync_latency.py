@@ -26,7 +26,7 @@ import statistics
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -325,15 +325,13 @@ async def measure_all(plan: Sequence[tuple[int, Sequence[str]]], *, quick: bool,
     known = layouts.all_layouts()
     rows = []
     for engines, names in plan:
-        async with AsyncExitStack() as stack:
-            fleet = await stack.enter_async_context(Fleet.start(engines))
+        async with Fleet.start(engines) as fleet:
             for name in names:
                 layout = known[name]
                 wanted, free = memory_wanted(layout, engines), memory_available()
                 if wanted > free:
-                    say.print(
-                        f"{name} with {engines} engines left out: {wanted / 1e9:.0f} GB wanted, {free / 1e9:.0f} free"
-                    )
+                    what = f"{wanted / layouts.GB:.0f} GiB wanted, {free / layouts.GB:.0f} free"
+                    say.print(f"{name}, {engines} engines: left out, {what}")
                     continue
                 say.print(f"{name}, {engines} engines ...")
                 rows.append(await measure(layout, fleet, rounds=rounds(layout, quick=quick)))
@@ -343,7 +341,7 @@ async def measure_all(plan: Sequence[tuple[int, Sequence[str]]], *, quick: bool,
 def rounds(layout: Layout, *, quick: bool) -> int:
     """How many rounds count: more where one takes milliseconds."""
     few = 3 if quick else 5
-    return 5 * few if layout.nbytes <= 16 * layouts.MB and len(layout.shapes) < 100 else few
+    return 3 * few if layout.nbytes <= 16 * layouts.MB and len(layout.shapes) < 100 else few
 
 
 def memory_wanted(layout: Layout, engines: int) -> int:
@@ -400,16 +398,19 @@ def main() -> None:
     )
     parser.add_argument("--quick", action="store_true", help="four cases, two engines, fewer rounds: under a minute")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to this file")
-    parser.add_argument("--case", action="append", metavar="NAME", help="only this case (may be repeated)")
+    parser.add_argument(
+        "--case", action="append", choices=tuple(layouts.all_layouts()), help="only this case (may be repeated)"
+    )
     parser.add_argument("--engines", action="append", type=int, metavar="N", help="only with so many engines")
     options = parser.parse_args()
     plan = [
-        (engines, tuple(name for name in names if not options.case or name in options.case))
+        (engines, chosen)
         for engines, names in (QUICK if options.quick else FULL)
-        if not options.engines or engines in options.engines
+        if (not options.engines or engines in options.engines)
+        and (chosen := [name for name in names if not options.case or name in options.case])
     ]
     ray.init(
-        num_cpus=1,
+        num_cpus=2,
         object_store_memory=100 * layouts.MB,
         include_dashboard=False,
         log_to_driver=False,
