@@ -20,6 +20,7 @@ class Attempt:
         order: What was ordered.
         staged: Whether every engine holds new weights beside the old.
         sent: What the trainer sent, once every engine has confirmed it.
+        digests: What each engine received, as it says.
         undone: Whether both ends were told that it has failed.
         outcomes: What became of each engine so far.
     """
@@ -28,6 +29,7 @@ class Attempt:
         self.order = order
         self.staged = all(status.staged for status in engines.values())
         self.sent: SendReceipt | None = None
+        self.digests: dict[Member, str] = {}
         self.undone = False
         self.outcomes = {
             member: EngineOutcome(
@@ -48,12 +50,11 @@ class Attempt:
         error: Exception | str | None = None,
     ) -> None:
         """Note what became of an engine."""
-        updated = state is EngineState.UPDATED and self.sent is not None
         self.outcomes[member] = EngineOutcome(
             engine=member.name,
             state=state,
             weight_version=weight_version,
-            digest=self.sent.digest if updated and self.sent else None,
+            digest=self.digests.get(member) if state is EngineState.UPDATED else None,
             error=None if error is None else str(error),
         )
 

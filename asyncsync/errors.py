@@ -82,6 +82,13 @@ class ConnectError(WeightUpdateError):
     """The data plane could not be set up; nothing is left half-open, nothing was sent."""
 
 
+class OutOfStepError(WeightUpdateError):
+    """An end refuses an order before the first byte: it does not know the group, layout or epoch in it (any more).
+
+    Raised by engines and trainers; the conductor answers it by asking everyone anew, once, inside the same update.
+    """
+
+
 class TransferError(WeightUpdateError):
     """The bytes did not arrive whole.
 

@@ -17,16 +17,15 @@ async def race(calls: Mapping[K, Awaitable[T]]) -> dict[K, T]:
 
     Cancelled, it cancels every call and waits until each has ended.
     """
-    failures: list[Exception] = []
+    failures: list[BaseException] = []
 
-    async def watch(call: Awaitable[T]) -> T:
-        try:
-            return await call
-        except Exception as error:
+    def note(task: asyncio.Future[T]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
             failures.append(error)
-            raise
 
-    tasks = {key: asyncio.ensure_future(watch(call)) for key, call in calls.items()}
+    tasks = {key: asyncio.ensure_future(call) for key, call in calls.items()}
+    for task in tasks.values():
+        task.add_done_callback(note)
     try:
         if tasks:
             await asyncio.wait(tasks.values(), return_when=asyncio.FIRST_EXCEPTION)

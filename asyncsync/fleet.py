@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from asyncsync import cluster
 from asyncsync.engines.base import RolloutEngine
 from asyncsync.engines.remote import RemoteEngine
-from asyncsync.errors import ConnectError, EngineError, PlanError
+from asyncsync.errors import ConnectError, EngineError, OutOfStepError, PlanError
 from asyncsync.fanout import settle
 from asyncsync.messages import EngineStatus, Policy
 
@@ -40,10 +40,13 @@ class Member:
             EngineError: It failed, or is gone; the engine's own error is the cause.
             PlanError: It refused the weights.
             ConnectError: It could not join.
+            OutOfStepError: It does not know what it is ordered.
         """
         try:
             async with asyncio.timeout(timeout) as limit:
                 return await call(self.engine)
+        except OutOfStepError:
+            raise
         except (PlanError, ConnectError) as error:
             named: Exception = (
                 PlanError(f"{self.name}: {error}", names=error.names)

@@ -145,6 +145,7 @@ class UpdateOrder:
         version: The version it is to become.
         connection: The group the bytes come through.
         plan_digest: The layout they come in.
+        policy: What is done with requests in flight.
         base_epoch: The attempt that made the published version; "changed" is told against it.
         timeout: Seconds after which to give it up, should the conductor be gone.
     """
@@ -153,6 +154,7 @@ class UpdateOrder:
     version: int
     connection: str
     plan_digest: str
+    policy: Policy
     base_epoch: int | None
     timeout: float
 

@@ -52,7 +52,8 @@ class WeightUpdate:
         bytes: Bytes of the tensors sent, padding not counted.
         bytes_changed: Bytes of the tensors that differ.
         digest: Digest of the whole set of weights, confirmed by every engine (32 hex digits).
-        seconds: Seconds by phase, plus ``"total"``; ``"paused"`` is how long generation was held back.
+        seconds: Seconds by phase, plus ``"total"``. ``"drain"`` is how long the update waited for generations to end
+            (new ones wait meanwhile), ``"paused"`` how long nothing was generated after that.
     """
 
     version: int

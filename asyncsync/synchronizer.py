@@ -30,6 +30,7 @@ from asyncsync.errors import (
     LockError,
     LockTimeoutError,
     NotReadyError,
+    OutOfStepError,
     TransferError,
     WeightUpdateError,
     WeightUpdateTimeoutError,
@@ -227,6 +228,15 @@ class WeightSynchronizer:
     async def _update(self) -> WeightUpdate:
         async with self._busy:
             clock = UpdateClock(self._timeout)
+            if self._connection.in_step:
+                try:
+                    return await self._attempt(clock)
+                except OutOfStepError as error:
+                    _log.info("asking everyone anew: %s", error)
+            return await self._attempt(clock)
+
+    async def _attempt(self, clock: UpdateClock) -> WeightUpdate:
+        try:
             order, engines = await self._agree(clock)
             attempt = Attempt(order, engines)
             try:
@@ -239,18 +249,26 @@ class WeightSynchronizer:
                     if isinstance(each, WeightUpdateError):
                         attempt.explain(each, clock)
                 raise
-            update = attempt.report(clock)
-            _log.info("%s", update)
-            return update
+        except BaseException:
+            self._connection.forget()
+            raise
+        self._connection.confirm(order)
+        update = attempt.report(clock)
+        _log.info("%s", update)
+        return update
 
     async def _transaction(self, attempt: Attempt, clock: UpdateClock) -> None:
         if attempt.staged:
             async with self._undone_if_it_fails(attempt):
                 await self._transfer(attempt, clock)
-                async with self._paused(attempt, clock), self._undone_if_it_fails(attempt):
+                async with self._no_readers(attempt, clock), self._undone_if_it_fails(attempt):
                     await self._finish(attempt, clock)
         else:
-            async with self._paused(attempt, clock), self._undone_if_it_fails(attempt):
+            async with (
+                self._no_readers(attempt, clock),
+                self._paused(attempt, clock),
+                self._undone_if_it_fails(attempt),
+            ):
                 await self._transfer(attempt, clock)
                 await self._finish(attempt, clock)
 
@@ -262,38 +280,45 @@ class WeightSynchronizer:
         order = attempt.order
         with clock.phase("transfer"):
             ends: dict[Member | None, Any] = {None: call_trainer(lambda: self._trainer.send_weights(order))}
-            for member in self._fleet.members:
-                ends[member] = member.call(lambda engine: engine.receive_weights(order))
+            for engine in self._fleet.members:
+                ends[engine] = engine.call(lambda engine: engine.receive_weights(order))
             receipts = await race(ends)
-            sent: SendReceipt = receipts[None]
-            for end, receipt in receipts.items():
-                if end is not None and receipt.digest != sent.digest:
+            sent: SendReceipt = receipts.pop(None)
+            for member, receipt in receipts.items():
+                attempt.digests[cast("Member", member)] = receipt.digest
+            for member, digest in attempt.digests.items():
+                if digest != sent.digest:
                     raise TransferError(
-                        f"{end.name} received other bytes than were sent: digest {receipt.digest}, sent {sent.digest}"
+                        f"{member.name} received other bytes than were sent: digest {digest}, sent {sent.digest}"
                     )
         attempt.sent = sent
 
     @asynccontextmanager
-    async def _paused(self, attempt: Attempt, clock: UpdateClock) -> AsyncIterator[None]:
-        """No reader, and every engine paused; in the end, every engine that holds whole weights serves again."""
-        order = attempt.order
+    async def _no_readers(self, attempt: Attempt, clock: UpdateClock) -> AsyncIterator[None]:
+        """The writer's side of the generation lock: who generates has left, who wants to waits."""
         async with AsyncExitStack() as stack:
             with clock.measure("drain"):
-                writer = self._lock.writer(timeout=clock.limit("drain"), holder=f"update to version {order.version}")
+                holder = f"update to version {attempt.order.version}"
+                writer = self._lock.writer(timeout=clock.limit("drain"), holder=holder)
                 try:
                     await stack.enter_async_context(writer)
                 except LockTimeoutError as error:
                     raise WeightUpdateTimeoutError(f"generation did not end in time: {error}") from error
             with clock.measure("paused"):
-                try:
-                    with clock.phase("pause"):
-                        await self._fleet.all(lambda engine: engine.pause_generation(order.epoch, self._policy))
-                    yield
-                finally:
-                    with anyio.CancelScope(shield=True):
-                        errors = await self._resume(attempt, clock)
-                if errors:
-                    raise combine_errors(errors)
+                yield
+
+    @asynccontextmanager
+    async def _paused(self, attempt: Attempt, clock: UpdateClock) -> AsyncIterator[None]:
+        """Every engine paused; in the end, every one that holds whole weights serves again."""
+        try:
+            with clock.phase("pause"):
+                await self._fleet.all(lambda engine: engine.pause_generation(attempt.order.epoch, self._policy))
+            yield
+        finally:
+            with anyio.CancelScope(shield=True):
+                errors = await self._resume(attempt, clock)
+        if errors:
+            raise combine_errors(errors)
 
     async def _resume(self, attempt: Attempt, clock: UpdateClock) -> list[Exception]:
         whole = [member for member in self._fleet.members if attempt.may_serve(member)]

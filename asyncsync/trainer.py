@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import uuid
-from collections.abc import Awaitable
+from concurrent.futures import Future
 from typing import Any, Protocol
 
 import anyio
@@ -23,7 +23,7 @@ from torch import Tensor
 from asyncsync import cluster
 from asyncsync.buckets import Bucket, Plan, plan_buckets
 from asyncsync.digests import Digests, StreamingDigests, combine
-from asyncsync.errors import ConnectError, TransferError, WeightUpdateError
+from asyncsync.errors import ConnectError, OutOfStepError, TransferError
 from asyncsync.fanout import end, race
 from asyncsync.guard import MemorySaverGuard, memory_saver_guard
 from asyncsync.messages import ReadOptions, Rendezvous, SendReceipt, TrainerStatus, UpdateOrder
@@ -56,7 +56,7 @@ class Trainer(Protocol):
         ...
 
     async def send_weights(self, order: UpdateOrder) -> SendReceipt:
-        """Collective. Send every bucket of the weights last described."""
+        """Collective. Read the weights, and send every bucket."""
         ...
 
     async def abort_send(self, epoch: int) -> None:
@@ -96,8 +96,8 @@ class TrainerRank:
         self._hasher = WorkerThread("asyncsync-hasher")
         self._listener: broadcast.Listener | None = None
         self._link: Link | None = None
+        self._options: ReadOptions | None = None
         self._plan: Plan | None = None
-        self._snapshot: Snapshot | None = None
         self._buffers: list[Tensor] = []
         self._device = "cpu"
         self._sending: _Sending | None = None
@@ -112,8 +112,9 @@ class TrainerRank:
         Raises:
             PlanError: The weights cannot be sent; see :meth:`asyncsync.weights.WeightSource.read`.
         """
+        self._options = options
         plan, snapshot = await self._sender.run(self._read, options)
-        self._plan, self._snapshot = plan, snapshot
+        self._plan = plan
         return TrainerStatus(
             instance=self._instance,
             address=cluster.node_address(),
@@ -196,15 +197,18 @@ class TrainerRank:
         """See :class:`Trainer`.
 
         Raises:
+            OutOfStepError: The order's group or layout is not this trainer's (any more). Nothing was sent.
+            PlanError: The weights cannot be sent (any more).
             TransferError: The bytes did not arrive, the sending was aborted, or took too long.
         """
-        plan, snapshot, link = self._plan, self._snapshot, self._link
-        if plan is None or snapshot is None or plan.digest != order.plan_digest:
-            raise WeightUpdateError("the trainer's weights are not those that were described")
-        if link is None or link.connection != order.connection:
-            raise TransferError("the trainer is not in the group that the update goes through")
+        link = self._link
+        if self._options is None or link is None or link.connection != order.connection:
+            raise OutOfStepError("the trainer is not in the group that the update goes through")
         if order.epoch <= self._ended_epoch:
-            raise TransferError(f"the update of epoch {order.epoch} has ended already")
+            raise OutOfStepError(f"the update of epoch {order.epoch} has ended already")
+        plan, snapshot = await self._sender.run(self._read, self._options)
+        if plan.digest != order.plan_digest:
+            raise OutOfStepError("the layout of the trainer's weights changed")
         sending = _Sending(order.epoch, anyio.CancelScope(deadline=anyio.current_time() + order.timeout))
         self._sending = sending
         try:
@@ -219,7 +223,6 @@ class TrainerRank:
                 sending.done = True
                 return self._receipt(order, plan, digests)
         finally:
-            self._snapshot = None
             if not sending.done:
                 self._buffers = []  # an abandoned broadcast may still read them
             sending.ended.set()
@@ -236,8 +239,7 @@ class TrainerRank:
                     await earlier
                 buffer, handle = await guarded.run(self._pack_and_start, link, plan, bucket, snapshot)
                 hashed = self._hasher.submit(hash_bucket, plan, bucket, buffer, digests)
-                ends = {"sent": _in_bucket(bucket, link.wait(handle)), "hashed": asyncio.wrap_future(hashed)}
-                on_the_way[slot] = asyncio.ensure_future(race(ends))
+                on_the_way[slot] = asyncio.ensure_future(_sent_and_hashed(link, bucket, handle, hashed))
             for left in on_the_way:
                 if left is not None:
                     await left
@@ -300,9 +302,9 @@ class _Sending:
         self.ended = asyncio.Event()
 
 
-async def _in_bucket(bucket: Bucket, waiting: Awaitable[None]) -> None:
+async def _sent_and_hashed(link: Link, bucket: Bucket, handle: object, hashed: Future[None]) -> None:
     try:
-        await waiting
+        await race({"sent": link.wait(handle), "hashed": asyncio.wrap_future(hashed)})
     except TransferError as error:
         error.bucket = bucket.index
         raise

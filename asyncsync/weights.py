@@ -25,6 +25,10 @@ NameMap: TypeAlias = Callable[[str], str | None]
 """From the trainer's name of a tensor to the engines'; None leaves the tensor out."""
 
 
+_Found: TypeAlias = tuple[str, torch.dtype, torch.Size, object]
+"""A tensor as one reading found it: name, dtype, shape, and what tells its memory."""
+
+
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     """Tensors and what they are; the tensors are the live ones, not copies.
@@ -51,6 +55,7 @@ class WeightSource:
     """
 
     def __init__(self, weights: Weights) -> None:
+        self._last: _Reading | None = None
         if isinstance(weights, nn.Module | Mapping) or callable(weights):
             self._weights: Weights = weights
         elif isinstance(weights, Iterable):
@@ -75,19 +80,30 @@ class WeightSource:
         pairs = list(named_tensors(self._weights))
         if name_map is not None:
             pairs = [(mapped, tensor) for name, tensor in pairs if (mapped := name_map(name)) is not None]
-        _refuse_duplicates([name for name, _ in pairs])
         _refuse_unsendable(pairs)
+        layout = [(name, tensor.dtype, tensor.shape, _identity(tensor)) for name, tensor in pairs]
+        if self._last is None or self._last.layout != layout or self._last.dtype != dtype:
+            self._last = _Reading(layout, dtype)
+        return Snapshot(self._last.specs, tuple(pairs[index][1].detach() for index in self._last.firsts))
 
+
+class _Reading:
+    """What one reading found, kept since the next mostly finds the same."""
+
+    def __init__(self, layout: list[_Found], dtype: torch.dtype | None) -> None:
+        _refuse_duplicates([name for name, *_ in layout])
         groups: dict[object, list[int]] = {}
-        for index, (_, tensor) in enumerate(pairs):
-            groups.setdefault(_identity(index, tensor), []).append(index)
-        specs, tensors = [], []
+        for index, (*_, identity) in enumerate(layout):
+            groups.setdefault(index if identity is None else identity, []).append(index)
+        specs = []
         for first, *others in groups.values():
-            name, tensor = pairs[first]
-            sent = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-            specs.append(TensorSpec(name, sent, tuple(tensor.shape), tuple(pairs[other][0] for other in others)))
-            tensors.append(tensor.detach())
-        return Snapshot(tuple(specs), tuple(tensors))
+            name, held, shape, _ = layout[first]
+            sent = dtype if dtype is not None and held.is_floating_point else held
+            specs.append(TensorSpec(name, sent, tuple(shape), tuple(layout[other][0] for other in others)))
+        self.layout = layout
+        self.dtype = dtype
+        self.firsts = [first for first, *_ in groups.values()]
+        self.specs = tuple(specs)
 
 
 def named_tensors(weights: Weights) -> Iterator[tuple[str, Tensor]]:
@@ -114,10 +130,10 @@ def module_tensors(module: nn.Module) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in module.state_dict(keep_vars=True).items() if id(tensor) in own}
 
 
-def _identity(index: int, tensor: Tensor) -> object:
-    """Equal for two names of the same memory seen the same way; tensors without memory have nothing to share."""
+def _identity(tensor: Tensor) -> object:
+    """Equal for two names of the same memory seen the same way; None without memory: there is nothing to share."""
     if tensor.numel() == 0:
-        return index
+        return None
     return (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
 
 

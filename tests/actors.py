@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -34,7 +35,7 @@ class Probe:
 
     def open_files(self) -> int:
         """Number of file descriptors."""
-        return psutil.Process().num_fds()
+        return int(psutil.Process().num_fds())
 
     def pid(self) -> int:
         """The process."""
@@ -50,8 +51,7 @@ class Probe:
             time.sleep(0.005)  # noqa: TID251 - this actor is to block
 
 
-@asyncsync.remote(num_cpus=0, max_restarts=1)
-class Engine(Probe, asyncsync.ModuleEngine):
+class EngineActor(Probe, asyncsync.ModuleEngine):
     """A rollout engine of any module."""
 
     def __init__(self, make: Callable[[], nn.Module], *, staged: bool = True) -> None:
@@ -68,8 +68,7 @@ class Engine(Probe, asyncsync.ModuleEngine):
             return version, str(hash(tuple(sorted(contents(self.module).items()))))
 
 
-@asyncsync.remote(num_cpus=0)
-class Trainer(Probe, asyncsync.TrainerRank):
+class TrainerActor(Probe, asyncsync.TrainerRank):
     """A trainer of any module."""
 
     def __init__(self, make: Callable[[], nn.Module]) -> None:
@@ -91,3 +90,8 @@ class Trainer(Probe, asyncsync.TrainerRank):
             for name, tensor in {id(tensor): (name, tensor) for name, tensor in tensors.items()}.values():
                 if tensor.dtype is torch.float32 and 0 not in tensor.stride() and (names is None or name in names):
                     tensor.add_(1)
+
+
+# Not as decorators: a type checker would go on to see the classes.
+Engine: Any = asyncsync.remote(num_cpus=0, max_restarts=1)(EngineActor)
+Trainer: Any = asyncsync.remote(num_cpus=0)(TrainerActor)

@@ -16,16 +16,14 @@ from asyncsync.engines import EngineReceipt, RolloutEngine
 from asyncsync.messages import EngineStatus, Layout, Policy, Rendezvous, UpdateOrder
 from tests.sample import Zoo, contents
 
-STEPS = (
-    "describe_engine",
-    "accept_layout",
-    "join_group",
-    "receive_weights",
-    "pause_generation",
-    "finish_weight_update",
-    "resume_generation",
-)
-"""The calls of an update that comes to its end."""
+CONNECTING = ("describe_engine", "accept_layout", "join_group")
+"""The calls before a first update."""
+
+STAGED = ("receive_weights", "finish_weight_update")
+"""The calls of an update of staged engines."""
+
+IN_PLACE = ("pause_generation", "receive_weights", "finish_weight_update", "resume_generation")
+"""The calls of an update in place."""
 
 When = Callable[[], Awaitable[None]]
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import random
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +20,7 @@ from typer.testing import CliRunner
 from asyncsync import cli
 from asyncsync.demo import measures, policy_loop, reversal
 from asyncsync.demo.language_model import find_model
-from asyncsync.demo.progress import SilentObserver, Step, Summary
+from asyncsync.demo.progress import Observer, SilentObserver, Step, Summary
 
 JSON_KEYS = {
     "updates",
@@ -46,6 +50,23 @@ GOOD = Summary(
 )
 
 
+STEP = Step(
+    step=1,
+    steps=60,
+    reward=0.5,
+    version=7,
+    staleness=2,
+    update_ms=31.4,
+    drain_ms=3.0,
+    pause_ms=8.2,
+    stall_ms=12_345.0,
+    digests_agree=True,
+    greedy_equal=None,
+    prompt="12345678",
+    answer="87654321",
+)
+
+
 class Recorder(SilentObserver):
     def __init__(self) -> None:
         self.steps: list[Step] = []
@@ -68,17 +89,15 @@ async def test_the_policy_demo(ray_cluster: None) -> None:
     assert summary.generated >= 8 * policy_loop.ROLLOUTS * policy_loop.PROMPTS * policy_loop.GROUP
 
 
-@pytest.mark.ray
-def test_the_command_on_a_cluster_that_runs_already(ray_cluster: None) -> None:
-    result = CliRunner().invoke(cli.app, ["demo", "--steps", "2", "--json"])
-    assert result.exit_code == 1
-    figures = json.loads(result.stdout)
-    assert figures["digests_agree"]
-    assert figures["updates"] == 3
-    assert "the reward did not clearly rise" in result.stderr
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
-def test_the_policy_learns_from_its_own_answers() -> None:
+def test_the_policy_learns_from_its_own_answers(one_thread: None) -> None:
     torch.manual_seed(0)
     policy, prompts = reversal.Policy(), random.Random(0)
     optimizer = torch.optim.Adam(policy.parameters(), 4e-3)
@@ -92,6 +111,37 @@ def test_the_policy_learns_from_its_own_answers() -> None:
     first, last = measures.first_and_last(rewards)
     assert first == pytest.approx(1 / reversal.DIGITS, abs=0.02)
     assert last > first + 0.1
+
+
+@pytest.mark.asyncio
+async def test_the_stall_meter_sees_the_loop_stand_still() -> None:
+    meter = measures.StallMeter()
+    watch = asyncio.create_task(meter.watch())
+    await asyncio.sleep(0.005)
+    until = time.perf_counter() + 0.05
+    while time.perf_counter() < until:
+        pass
+    await asyncio.sleep(0.005)
+    watch.cancel()
+    assert meter.longest_ms >= 45
+
+
+def test_progress_shows_every_figure(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run(*, steps: int, seed: int, observer: Observer) -> Summary:
+        observer.stage("starting")
+        for step in range(1, steps + 1):
+            observer.step(replace(STEP, step=step, steps=steps, digests_agree=step != 3))
+        return GOOD
+
+    monkeypatch.setattr(policy_loop, "run", run)
+    monkeypatch.setattr(cli, "_local_ray", nullcontext)
+    result = CliRunner().invoke(cli.app, ["demo", "--steps", "60"])
+    assert result.exit_code == 0
+    rows = [line for line in result.stdout.splitlines() if "→ 87654321" in line]
+    assert " ".join(rows[0].split()) == "1 7 0.500 ████░░░░ 2 31 ms 8 ms 12.3 s 12345678 → 87654321"
+    assert [int(row.split()[0]) for row in rows] == [1, 3, *range(5, 65, 5)]
+    assert result.stdout.count("DIGESTS DISAGREE") == 1
+    assert all(word in result.stdout for word in ("version", "reward", "stale", "update", "pause", "stall"))
 
 
 @pytest.mark.parametrize(

@@ -129,7 +129,7 @@ async def test_a_restarted_engine_is_seen_as_new_and_brought_up_to_date(actors: 
         await synchronizer.update_weights()
         pid = await restarted.pid.remote()
         os.kill(pid, signal.SIGKILL)
-        with pytest.raises(EngineError, match="Engine-1 is gone"):
+        with pytest.raises(EngineError, match="EngineActor-1 is gone"):
             await synchronizer.update_weights()
         while True:
             try:
@@ -156,7 +156,7 @@ async def test_an_engine_killed_in_the_middle_of_a_transfer_is_named_and_the_oth
         while not (await victim.describe_engine.remote()).epoch > 1:
             pass
         os.kill(pid, signal.SIGKILL)
-        with pytest.raises(EngineError, match="Engine-1 is gone") as caught:
+        with pytest.raises(EngineError, match="EngineActor-1 is gone") as caught:
             await update
         assert [outcome.state for outcome in caught.value.outcomes] == [EngineState.UNCHANGED, EngineState.LOST]
         assert await actors.engines[0].read.remote() == before
@@ -168,7 +168,7 @@ async def test_a_class_that_was_declared_with_plain_ray_is_refused_with_the_reme
         def __init__(self) -> None:
             super().__init__(nn.Linear(1, 1))
 
-    plain = ray.remote(num_cpus=0)(Plain).remote()
+    plain: Any = ray.remote(num_cpus=0)(Plain).remote()
     async with WeightSynchronizer(nn.Linear(1, 1), [plain]) as synchronizer:
         with pytest.raises(asyncsync.ConnectError, match=r"with @asyncsync\.remote"):
             await synchronizer.update_weights()
@@ -176,9 +176,9 @@ async def test_a_class_that_was_declared_with_plain_ray_is_refused_with_the_reme
 
 
 async def test_an_actor_without_the_protocol_is_refused_by_the_names_it_lacks(actors: Actors) -> None:
-    with pytest.raises(TypeError, match="Trainer is no rollout engine: it lacks describe_engine, accept_layout"):
+    with pytest.raises(TypeError, match="TrainerActor is no rollout engine: it lacks describe_engine, accept_layout"):
         WeightSynchronizer(nn.Linear(1, 1), [actors.trainer])
-    with pytest.raises(TypeError, match="Engine is no trainer rank: it lacks describe_weights"):
+    with pytest.raises(TypeError, match="EngineActor is no trainer rank: it lacks describe_weights"):
         WeightSynchronizer(actors.engines[0], [actors.engines[1]])
     with pytest.raises(ValueError, match="given twice"):
         WeightSynchronizer(actors.trainer, [actors.engines[0], actors.engines[0]])

@@ -23,10 +23,11 @@ class EngineReceipt:
 class RolloutEngine(Protocol):
     """An engine as the conductor sees it: the steps of a weight update, each one awaited call.
 
-    In one update the conductor calls, in this order: ``describe_engine``; ``accept_layout`` and ``join_group`` if
-    something is new; ``receive_weights`` and ``pause_generation`` (an in-place engine is paused first, a staged one
-    after); ``finish_weight_update``; ``resume_generation``. After a failure it calls ``abort_weight_update`` instead of
-    finishing. Every call must be answered while another is running, and while the engine generates.
+    The first time, and after any failure, the conductor calls ``describe_engine``, then ``accept_layout`` and
+    ``join_group`` if something is new. An update of staged engines is ``receive_weights`` and ``finish_weight_update``;
+    one of in-place engines ``pause_generation``, ``receive_weights``, ``finish_weight_update`` and
+    ``resume_generation``. After a failure it calls ``abort_weight_update`` instead of finishing. Every call must be
+    answered while another is running, and while the engine generates.
 
     Every call may be cancelled. Every call with an epoch older than the newest the engine has seen must be refused
     with an :class:`~asyncsync.errors.EngineError`, and change nothing.
@@ -64,12 +65,17 @@ class RolloutEngine(Protocol):
         """Take every bucket: beside the weights it serves if it is staged, over them if not.
 
         Raises:
+            OutOfStepError: The order's group, layout or epoch is not this engine's (any more). Nothing changed.
             TransferError: Something did not arrive. A staged engine serves on; an in-place one is tainted.
         """
         ...
 
     async def finish_weight_update(self, order: UpdateOrder) -> None:
-        """Make what was received the weights it serves. Called once, and while paused."""
+        """Make what was received the weights it serves. Called once an update.
+
+        An engine that is paused stays so. One that is not (it must be staged) holds generation back by itself, as the
+        order's policy says, switches, drops caches computed under other weights, and serves again.
+        """
         ...
 
     async def abort_weight_update(self, epoch: int, published: int | None) -> EngineStatus:

