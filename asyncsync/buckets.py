@@ -27,6 +27,7 @@ DEFAULT_BUCKET_SIZE = 256 * 2**20
 
 _OVERLAP_BUCKETS = 8
 _OVERLAP_FLOOR = 16 * 2**20
+_ALONE = 8 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +100,15 @@ class Bucket:
 
     @property
     def nbytes(self) -> int:
-        """Its size in bytes, padding included."""
+        """Its size in bytes, padding between tensors included."""
         return self.stop - self.start
+
+    @property
+    def lone(self) -> Piece | None:
+        """The tensor, or the part of one, that it consists of, if that is all it holds."""
+        if len(self.whole) == 1 and not self.pieces:
+            return Piece(self.whole[0], 0, self.nbytes, 0)
+        return self.pieces[0] if len(self.pieces) == 1 and not self.whole else None
 
 
 @dataclass(frozen=True)
@@ -151,8 +159,9 @@ def plan_buckets(specs: Sequence[TensorSpec], bucket_size: int = DEFAULT_BUCKET_
     """Lay tensors out and cut them into buckets, in the order given.
 
     A bucket holds ``bucket_size`` bytes at the most (rounded down to :data:`ALIGNMENT`, and never less than that). A
-    tensor larger than that is split. Weights that would fill few buckets are cut finer, into some
-    8 buckets of 16 MiB or more, so that packing one overlaps sending another.
+    tensor larger than that is split. Weights that would fill few buckets are cut finer, into some 8 buckets of 16 MiB
+    or more, so that packing one overlaps sending another. A tensor of 8 MiB or more has buckets of its own: if it is
+    contiguous, it is sent from where it lies.
 
     Args:
         specs: The tensors; names must be unique, aliases included.
@@ -177,15 +186,17 @@ def plan_buckets(specs: Sequence[TensorSpec], bucket_size: int = DEFAULT_BUCKET_
     for index, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
         if size == 0:
             continue  # it has a place in the arena and no bytes to send
-        if offset + size - cutter.start > limit:
+        alone = size >= min(_ALONE, limit)
+        if alone or offset + size - cutter.start > limit:
             cutter.cut(offset)
         if size <= limit:
             cutter.add_whole(index, offset, size)
-            continue
-        for start in range(0, size, limit):
-            if start:
+        else:
+            for start in range(0, size, limit):
                 cutter.cut(offset + start)
-            cutter.add_piece(index, offset, start, min(start + limit, size))
+                cutter.add_piece(index, offset, start, min(start + limit, size))
+        if alone:
+            cutter.cut(offset + _align(size))
     cutter.cut(end)
     return Plan(tuple(specs), tuple(offsets), tuple(cutter.buckets), bucket_size, end)
 
@@ -196,6 +207,7 @@ class _Cutter:
     def __init__(self) -> None:
         self.buckets: list[Bucket] = []
         self.start = 0
+        self._end = 0
         self._whole: list[int] = []
         self._spans: list[tuple[int, int]] = []
         self._pieces: list[Piece] = []
@@ -203,24 +215,27 @@ class _Cutter:
     def add_whole(self, tensor: int, offset: int, size: int) -> None:
         self._whole.append(tensor)
         self._spans.append((offset - self.start, offset - self.start + size))
+        self._end = offset + size
 
     def add_piece(self, tensor: int, offset: int, start: int, stop: int) -> None:
         self._pieces.append(Piece(tensor, start, stop, offset + start - self.start))
+        self._end = offset + stop
 
-    def cut(self, stop: int) -> None:
+    def cut(self, at: int) -> None:
+        """Close the open bucket, if it holds anything, and begin the next at this place in the arena."""
         if self._whole or self._pieces:
             self.buckets.append(
                 Bucket(
                     len(self.buckets),
                     self.start,
-                    stop,
+                    self._end,
                     tuple(self._whole),
                     tuple(self._spans),
                     tuple(self._pieces),
                 )
             )
             self._whole, self._spans, self._pieces = [], [], []
-        self.start = stop
+        self.start = at
 
 
 def _align(size: int) -> int:

@@ -233,19 +233,19 @@ class Connection:
         return "nccl" if devices == {"cuda"} else "gloo"
 
     async def _leave(self, connection: str) -> None:
-        left = await settle(
+        # Engines first: one that is still joining talks to the trainer's store, and could only wait for a timeout if
+        # that were gone.
+        engines = await self._fleet.each(lambda engine: engine.leave_group(connection), timeout=self._cleanup_timeout)
+        trainer = await settle(
             {
                 "trainer": call_trainer(
                     lambda: self._trainer.leave_trainer_group(connection), timeout=self._cleanup_timeout
-                ),
-                "engines": self._fleet.each(
-                    lambda engine: engine.leave_group(connection), timeout=self._cleanup_timeout
-                ),
+                )
             }
         )
-        for end, result in left.items():
+        for result in (*engines.values(), *trainer.values()):
             if isinstance(result, Exception):
-                _log.info("%s did not leave group %s: %s", end, connection[:8], result)
+                _log.info("leaving group %s: %s", connection[:8], result)
 
 
 async def call_trainer(call: Callable[[], Awaitable[T]], *, timeout: float | None = None) -> T:

@@ -82,6 +82,23 @@ def pack(plan: Plan, bucket: Bucket, tensors: Sequence[Tensor], buffer: Tensor) 
                 buffer_part.copy_(tensor_part)
 
 
+def in_place(plan: Plan, bucket: Bucket, tensors: Sequence[Tensor], device: str) -> Tensor | None:
+    """A bucket's bytes where they lie already: if it is one contiguous tensor, or a part of one; else None.
+
+    Args:
+        plan: The plan.
+        bucket: One of its buckets.
+        tensors: All tensors of the plan, in order.
+        device: Device type that the bytes are wanted on.
+    """
+    if (piece := bucket.lone) is None:
+        return None
+    tensor = tensors[piece.tensor]
+    if tensor.dtype != plan.specs[piece.tensor].dtype or tensor.device.type != device or not tensor.is_contiguous():
+        return None
+    return raw(tensor).view(-1).view(torch.uint8)[piece.start : piece.stop]
+
+
 def unpack(plan: Plan, bucket: Bucket, buffer: Tensor, tensors: Sequence[Sequence[Tensor]]) -> None:
     """Write a bucket's bytes into tensors: the inverse of :func:`pack`.
 

@@ -4,7 +4,8 @@ A trainer rank has one *sender thread*. Joining the group, packing and starting 
 memory-saver guard, so that collectives keep their order and the guard covers them (R8, R9). Hashing has a thread of its
 own, beside the sending. Waiting for the network is done on the event loop, on futures that can be abandoned.
 
-Two bucket buffers take turns: while one is on its way, the next bucket is packed into the other.
+Two bucket buffers take turns: while one is on its way, the next bucket is packed into the other. A bucket that is one
+large contiguous tensor needs no buffer: it is sent, and hashed, from where it lies.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from asyncsync.errors import ConnectError, OutOfStepError, TransferError
 from asyncsync.fanout import end, race
 from asyncsync.guard import MemorySaverGuard, memory_saver_guard
 from asyncsync.messages import ReadOptions, Rendezvous, SendReceipt, TrainerStatus, UpdateOrder
-from asyncsync.packing import hash_bucket, pack
+from asyncsync.packing import hash_bucket, in_place, pack
 from asyncsync.threads import WorkerThread
 from asyncsync.transports import broadcast
 from asyncsync.transports.base import Link
@@ -248,6 +249,8 @@ class TrainerRank:
         return digests.result()
 
     def _pack_and_start(self, link: Link, plan: Plan, bucket: Bucket, snapshot: Snapshot) -> tuple[Tensor, object]:
+        if (flat := in_place(plan, bucket, snapshot.tensors, self._device)) is not None:
+            return flat, link.start_send(flat)
         wanted = min(BUFFERS, len(plan.buckets))
         if len(self._buffers) < wanted or self._buffers[0].numel() < plan.largest_bucket:
             self._buffers = []  # free the old ones before the new ones are allocated

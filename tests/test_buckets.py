@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncsync.buckets import ALIGNMENT, Plan, TensorSpec, plan_buckets
+from asyncsync.buckets import ALIGNMENT, Piece, Plan, TensorSpec, plan_buckets
 from asyncsync.errors import PlanError
 
 DTYPES = [torch.uint8, torch.bfloat16, torch.float32, torch.int64, torch.complex128]
@@ -64,6 +64,16 @@ def test_large_weights_are_cut_finer_than_the_bucket_size_so_that_packing_overla
     specs = [TensorSpec(f"t{index}", torch.uint8, (2**20,)) for index in range(512)]
     plan = plan_buckets(specs, 256 * 2**20)
     assert len(plan.buckets) == 8
+
+
+def test_a_large_tensor_has_buckets_of_its_own() -> None:
+    small, large = TensorSpec("small", torch.uint8, (3,)), TensorSpec("large", torch.uint8, (9 * 2**20 + 1,))
+    plan = plan_buckets([small, large, TensorSpec("other", torch.uint8, (5,))])
+    assert [bucket.lone for bucket in plan.buckets] == [
+        Piece(0, 0, 3, 0),
+        Piece(1, 0, 9 * 2**20 + 1, 0),
+        Piece(2, 0, 5, 0),
+    ]
 
 
 def test_nothing_to_send_is_a_plan_too() -> None:

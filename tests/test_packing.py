@@ -10,7 +10,7 @@ from torch import Tensor
 
 from asyncsync.buckets import TensorSpec, plan_buckets
 from asyncsync.digests import StreamingDigests
-from asyncsync.packing import arena_views, digest_weights, hash_bucket, pack, row_major, unpack
+from asyncsync.packing import arena_views, digest_weights, hash_bucket, in_place, pack, row_major, unpack
 from tests.sample import DTYPES, content, random_tensor
 
 
@@ -59,6 +59,23 @@ def test_unpacking_into_strided_tensors_is_the_inverse(dtype: torch.dtype, bucke
         pack(plan, bucket, [source], buffer)
         unpack(plan, bucket, buffer, [targets])
     assert [content(target) for target in targets] == [content(source)] * 2
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_bucket_of_one_contiguous_tensor_needs_no_packing(dtype: torch.dtype) -> None:
+    for tensor in kinds(dtype):
+        plan = plan_buckets([TensorSpec("t", dtype, tuple(tensor.shape))], 64)
+        for bucket in plan.buckets:
+            flat = in_place(plan, bucket, [tensor], "cpu")
+            packed = torch.empty(bucket.nbytes, dtype=torch.uint8)
+            pack(plan, bucket, [tensor], packed)
+            if tensor.is_contiguous():
+                assert flat is not None
+                assert flat.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+                assert torch.equal(flat, packed)
+            else:
+                assert flat is None
+    assert in_place(plan, plan.buckets[0], [kinds(dtype)[0]], "cuda") is None
 
 
 def test_lazy_conjugates_and_negatives_are_sent_as_their_values() -> None:

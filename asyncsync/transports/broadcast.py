@@ -103,7 +103,7 @@ def join(
             f"this end speaks asyncsync protocol {PROTOCOL_VERSION}, the other {rendezvous.protocol}: "
             "install the same version of asyncsync at both"
         )
-    timeout = timedelta(seconds=rendezvous.join_timeout)
+    timeout = timedelta(seconds=min(rendezvous.join_timeout, _FORM_TIMEOUT))
     try:
         store = (
             listener.store
@@ -116,7 +116,7 @@ def join(
     except RuntimeError as error:  # DistStoreError, DistNetworkError and gloo's own are all RuntimeErrors
         raise ConnectError(
             f"rank {rendezvous.rank} of {rendezvous.world_size} could not join the group at "
-            f"{rendezvous.address}:{rendezvous.port} within {rendezvous.join_timeout:.3g} s: {error}"
+            f"{rendezvous.address}:{rendezvous.port} in time: {error}"
         ) from error
     return BroadcastLink(rendezvous, group, store)
 
