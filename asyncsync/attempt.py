@@ -21,6 +21,7 @@ class Attempt:
         staged: Whether every engine holds new weights beside the old.
         sent: What the trainer sent, once every engine has confirmed it.
         digests: What each engine received, as it says.
+        instances: Which process or object each engine was when it began.
         undone: Whether both ends were told that it has failed.
         outcomes: What became of each engine so far.
     """
@@ -31,6 +32,7 @@ class Attempt:
         self.sent: SendReceipt | None = None
         self.digests: dict[Member, str] = {}
         self.undone = False
+        self.instances = {member: status.instance for member, status in engines.items()}
         self.outcomes = {
             member: EngineOutcome(
                 engine=member.name,
@@ -67,6 +69,9 @@ class Attempt:
         error.phase = error.phase or clock.phase_name
         error.weight_version = self.order.version
         error.outcomes = tuple(self.outcomes.values())
+        for outcome in error.outcomes:
+            if outcome.error is not None and outcome.error not in str(error):
+                error.add_note(f"{outcome.engine} is {outcome.state}: {outcome.error}")
 
     def report(self, clock: UpdateClock) -> WeightUpdate:
         """The result of an update that succeeded."""

@@ -14,11 +14,12 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Generic, TypeVar
 
-import anyio
-
 from asyncsync.errors import ClosedError
+from asyncsync.shield import shielded
 
 T = TypeVar("T")
+
+_LONGEST_UNDO = 120.0  # seconds: a run that was cancelled bounds its own clean-up
 
 
 class _Round(Generic[T]):
@@ -125,5 +126,8 @@ class Coalescer(Generic[T]):
                 self._next = None
             return
         round_.task.cancel()
-        with anyio.CancelScope(shield=True):
-            await asyncio.wait([round_.task])
+        await shielded(_ended(round_.task), _LONGEST_UNDO)
+
+
+async def _ended(task: asyncio.Task[None]) -> None:
+    await asyncio.wait([task])

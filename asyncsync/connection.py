@@ -14,13 +14,11 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
-import anyio
-
 from asyncsync import cluster
 from asyncsync.clock import UpdateClock
 from asyncsync.errors import ConnectError, PlanError, TrainerError, WeightUpdateError
 from asyncsync.fanout import race, settle
-from asyncsync.fleet import Fleet, Member
+from asyncsync.fleet import Fleet, Member, is_ours
 from asyncsync.messages import (
     Backend,
     EngineStatus,
@@ -30,7 +28,9 @@ from asyncsync.messages import (
     Rendezvous,
     TrainerStatus,
     UpdateOrder,
+    next_epoch,
 )
+from asyncsync.shield import shielded
 from asyncsync.trainer import Trainer
 
 JOIN_TIMEOUT = 30.0
@@ -93,7 +93,7 @@ class Connection:
         """An update succeeded at every end."""
         if self._engines is not None:
             self._engines = {
-                member: replace(status, weight_version=order.version, tainted=None)
+                member: replace(status, weight_version=order.version, newest_version=order.version, tainted=None)
                 for member, status in self._engines.items()
             }
 
@@ -126,8 +126,8 @@ class Connection:
             self._engines = engines
         assert self._group is not None
         assert self._layout is not None
-        self._epoch = 1 + max(self._epoch, *(status.epoch for status in engines.values()))
-        newest = max(version, *(status.weight_version or 0 for status in engines.values()))
+        self._epoch = next_epoch(max(self._epoch, *(status.epoch for status in engines.values())))
+        newest = max(version, *(status.newest_version for status in engines.values()))
         order = UpdateOrder(
             epoch=self._epoch,
             version=newest + 1,
@@ -151,7 +151,12 @@ class Connection:
             trainer: TrainerStatus = answers["trainer"]
             engines: dict[Member, EngineStatus] = answers["engines"]
             layout = self._agreed_layout(trainer)
-        unacquainted = [member for member, status in engines.items() if status.plan_digest != layout.digest]
+        self._epoch = max(self._epoch, trainer.epoch)
+        unacquainted = [
+            member
+            for member, status in engines.items()
+            if (status.plan_digest, status.partial) != (layout.digest, layout.partial)
+        ]
         connected = self._is_connected(trainer, engines)
         if unacquainted or not connected:
             with clock.phase("connect"):
@@ -171,6 +176,8 @@ class Connection:
                 "the trainer would not answer while it trains: "
                 "declare its class with @asyncsync.remote(…) in place of @ray.remote(…)"
             )
+        if trainer.specs == ():
+            raise PlanError("there is not one tensor to send (did name_map leave all of them out?)")
         if trainer.specs is not None:
             self._layout = Layout(
                 specs=trainer.specs,
@@ -220,8 +227,7 @@ class Connection:
         try:
             await race(joins)
         except BaseException:
-            with anyio.CancelScope(shield=True):
-                await self._leave(opened.connection)
+            await shielded(self._leave(opened.connection))
             raise
         self._group = (opened.connection, _instances(trainer, engines))
         _log.debug("connected %s: %d members over %s", opened.connection[:8], world_size, backend)
@@ -261,7 +267,9 @@ async def call_trainer(call: Callable[[], Awaitable[T]], *, timeout: float | Non
         raise
     except cluster.ActorLostError as error:
         raise TrainerError("the trainer is gone: its process died or was replaced") from error
-    except Exception as error:
+    except BaseException as error:
+        if is_ours(error):
+            raise
         if limit.expired():
             raise TrainerError(f"the trainer did not answer within {timeout} s") from error
         raise TrainerError(f"the trainer failed: {type(error).__name__}: {error}") from error

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Collection, Mapping
 from typing import Any, TypeVar
 
-import anyio
+from asyncsync.shield import CLEANUP_TIMEOUT, shielded
 
 K = TypeVar("K")
 T = TypeVar("T")
@@ -60,13 +60,20 @@ async def settle(calls: Mapping[K, Awaitable[T]]) -> dict[K, T | Exception]:
 
 
 async def end(tasks: Collection[asyncio.Future[Any]]) -> None:
-    """Cancel tasks, wait until each has ended, and take note of their errors."""
+    """Cancel tasks, wait until each has ended (bounded: one that does not let go is left), and note their errors."""
     running = [task for task in tasks if not task.done()]
     for task in running:
         task.cancel()
-    if running:
-        with anyio.CancelScope(shield=True):
-            await asyncio.wait(running)
     for task in tasks:
-        if task.done() and not task.cancelled():
-            task.exception()  # seen: one error is raised for all, or each is handed over
+        task.add_done_callback(_seen)
+    if running:
+        await shielded(_ended(running), CLEANUP_TIMEOUT + 1)
+
+
+async def _ended(running: Collection[asyncio.Future[Any]]) -> None:
+    await asyncio.wait(running, timeout=CLEANUP_TIMEOUT)
+
+
+def _seen(task: asyncio.Future[Any]) -> None:
+    if not task.cancelled():
+        task.exception()  # one error is raised for all, or each is handed over

@@ -56,10 +56,23 @@ class Member:
             raise named from error
         except cluster.ActorLostError as error:
             raise EngineError(f"{self.name} is gone: its process died or was replaced", engine=self.name) from error
-        except Exception as error:
+        except BaseException as error:
+            if is_ours(error):
+                raise
             if limit.expired():
                 raise EngineError(f"{self.name} did not answer within {timeout} s", engine=self.name) from error
             raise EngineError(f"{self.name} failed: {type(error).__name__}: {error}", engine=self.name) from error
+
+
+def is_ours(error: BaseException) -> bool:
+    """Whether this is for the one who called, not a failure of the one who was called.
+
+    A CancelledError in a task that nobody cancelled is such a failure: it comes from the other side.
+    """
+    if isinstance(error, asyncio.CancelledError):
+        task = asyncio.current_task()
+        return task is None or task.cancelling() > 0
+    return isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit)
 
 
 class Fleet:

@@ -12,13 +12,12 @@ import asyncio
 import os
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from types import TracebackType
 from typing import Self, TypeVar, TypeVarTuple
 
-import anyio
-
 from asyncsync.errors import MemorySaverError
+from asyncsync.shield import shielded
 from asyncsync.threads import WorkerThread
 
 T = TypeVar("T")
@@ -74,8 +73,9 @@ class MemorySaverGuard:
     ) -> None:
         try:
             if self.active:
-                with anyio.CancelScope(shield=True), anyio.fail_after(CLEANUP_TIMEOUT):
-                    await self._thread.run(self._leave)
+                await shielded(self._thread.run(self._leave), CLEANUP_TIMEOUT)
+        except asyncio.CancelledError:
+            raise
         except BaseException as failure:
             self._thread.close()
             if error is None:
@@ -103,8 +103,8 @@ class MemorySaverGuard:
             if on_cancel is not None:
                 on_cancel()
             if not future.cancel() and not future.done():
-                with anyio.CancelScope(shield=True), anyio.move_on_after(CLEANUP_TIMEOUT):
-                    await self._thread.run(lambda: None)
+                with suppress(TimeoutError):
+                    await shielded(self._thread.run(lambda: None), CLEANUP_TIMEOUT)
             raise
 
     def _enter(self) -> None:

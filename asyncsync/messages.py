@@ -1,12 +1,14 @@
 """What conductor, trainer ranks and engines tell each other: the control plane's values.
 
 Every message that belongs to an update carries its *epoch*: a number that grows with every attempt, over all
-conductors an engine has ever had. An engine refuses anything older than the newest it has seen, so a message that was
-delayed, or that comes from a driver that was replaced, changes nothing.
+conductors an engine has ever had, and whose low bits are random, so that two conductors never use the same. An engine
+refuses anything older than the newest it has seen, so a message that was delayed, or that comes from a driver that was
+replaced, changes nothing.
 """
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -21,6 +23,14 @@ Backend: TypeAlias = Literal["gloo", "nccl"]
 
 Policy: TypeAlias = Literal["drain", "abort", "recompute", "continue"]
 """What happens to requests in flight: they finish first, end now, or go on with the cache recomputed or kept."""
+
+
+_RANDOM_BITS = 32
+
+
+def next_epoch(newest: int) -> int:
+    """An epoch newer than any that is known, and nobody else's."""
+    return ((newest >> _RANDOM_BITS) + 1) << _RANDOM_BITS | secrets.randbits(_RANDOM_BITS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +76,7 @@ class TrainerStatus:
         connection: The group it is in, if any.
         plan_digest: Digest of its plan.
         specs: What it will send; None if the caller knows this plan already.
+        epoch: The newest it has seen.
         control_group: Whether its control calls are answered while its other methods run.
     """
 
@@ -75,6 +86,7 @@ class TrainerStatus:
     connection: str | None
     plan_digest: str
     specs: tuple[TensorSpec, ...] | None
+    epoch: int = 0
     control_group: bool = True
 
 
@@ -90,9 +102,11 @@ class EngineStatus:
         world_size: How many ranks of it receive.
         epoch: The newest it has seen.
         weight_version: The version it serves; None before the first, and while tainted.
+        newest_version: The newest it has ever served, tainted or not.
         tainted: Why it must not serve, or None.
         connection: The group it is in, if any.
         plan_digest: The layout it has accepted, if any.
+        partial: Whether it accepted that as a partial one.
         control_group: Whether its control calls are answered while its other methods run.
     """
 
@@ -103,9 +117,11 @@ class EngineStatus:
     world_size: int = 1
     epoch: int = 0
     weight_version: int | None = None
+    newest_version: int = 0
     tainted: str | None = None
     connection: str | None = None
     plan_digest: str | None = None
+    partial: bool = False
     control_group: bool = True
 
 

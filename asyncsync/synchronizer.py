@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import AsyncIterator, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from types import TracebackType
@@ -41,14 +42,12 @@ from asyncsync.lock import RolloutLock
 from asyncsync.messages import EngineStatus, Policy, ReadOptions, SendReceipt, UpdateOrder
 from asyncsync.report import EngineState, WeightUpdate
 from asyncsync.shared_lock import SharedRolloutLock
+from asyncsync.shield import CLEANUP_TIMEOUT, shielded
 from asyncsync.trainer import as_trainer
 from asyncsync.weights import NameMap, Weights
 
 DEFAULT_TIMEOUT = 600.0
 """Seconds for a whole update."""
-
-CLEANUP_TIMEOUT = 10.0
-"""Seconds for each step of undoing an update that failed."""
 
 _log = logging.getLogger("asyncsync")
 
@@ -106,8 +105,10 @@ class WeightSynchronizer:
     ) -> None:
         if bucket_size <= 0:
             raise ValueError(f"bucket_size must be a positive number of bytes, not {bucket_size}")
-        if not timeout > 0:
-            raise ValueError(f"timeout must be a positive number of seconds, not {timeout}")
+        if not 0 < timeout < math.inf:
+            raise ValueError(f"timeout must be a positive, finite number of seconds, not {timeout}")
+        if dtype is not None and not dtype.is_floating_point:
+            raise ValueError(f"dtype must be a floating-point dtype, not {dtype}: it is for floating-point tensors")
         if initial_version is not None and initial_version < 0:
             raise ValueError(f"initial_version must not be negative, but is {initial_version}")
         self._fleet = Fleet(engines)
@@ -212,14 +213,15 @@ class WeightSynchronizer:
 
     async def aclose(self) -> None:
         """Cancel the running update, leave the group, and refuse further use; a second call does nothing."""
-        if self._closed:
-            return
-        self._closed = True
+        if not self._closed:
+            self._closed = True
+            await shielded(self._aclose(), 6 * CLEANUP_TIMEOUT)
+
+    async def _aclose(self) -> None:
         await self._updates.aclose()
-        with anyio.CancelScope(shield=True):
-            with anyio.move_on_after(CLEANUP_TIMEOUT):
-                await self._busy.acquire()  # a connect() that is under way; kept, since nothing may follow
-            await self._connection.aclose()
+        with anyio.move_on_after(CLEANUP_TIMEOUT):
+            await self._busy.acquire()  # a connect() that is under way; kept, since nothing may follow
+        await self._connection.aclose()
         if self._own_trainer is not None:
             self._own_trainer.close()
 
@@ -315,8 +317,7 @@ class WeightSynchronizer:
                 await self._fleet.all(lambda engine: engine.pause_generation(attempt.order.epoch, self._policy))
             yield
         finally:
-            with anyio.CancelScope(shield=True):
-                errors = await self._resume(attempt, clock)
+            errors = await shielded(self._resume(attempt, clock))
         if errors:
             raise combine_errors(errors)
 
@@ -352,9 +353,8 @@ class WeightSynchronizer:
             yield
         except BaseException:
             if not attempt.undone:
-                with anyio.CancelScope(shield=True):
-                    await self._undo(attempt)
                 attempt.undone = True
+                await shielded(self._undo(attempt))
             raise
 
     async def _undo(self, attempt: Attempt) -> None:
@@ -387,6 +387,8 @@ class WeightSynchronizer:
         for member, status in engines.items():
             if isinstance(status, Exception):
                 attempt.record(member, EngineState.LOST, error=status)
+            elif status.instance != attempt.instances[member]:
+                attempt.record(member, EngineState.LOST, error="its process was replaced during the update")
             elif status.tainted is not None:
                 attempt.record(member, EngineState.TAINTED, error=status.tainted)
             else:

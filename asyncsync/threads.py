@@ -66,6 +66,11 @@ class WorkerThread:
         """
         return await asyncio.wrap_future(self.submit(function, *args, **kwargs))
 
+    @property
+    def closed(self) -> bool:
+        """Whether it takes no more jobs."""
+        return self._closed
+
     def close(self) -> None:
         """Let the thread end after the jobs it has; more are refused. Does not wait."""
         if not self._closed:
@@ -80,6 +85,9 @@ def _work(jobs: _Jobs) -> None:
             continue
         try:
             result = function()
+        except StopIteration as error:
+            # A coroutine cannot raise it, so nobody who awaits this could be told.
+            future.set_exception(RuntimeError(f"job raised {error!r}"))
         except BaseException as error:  # noqa: BLE001 - it is the caller's: the future hands it over
             future.set_exception(error)
         else:

@@ -29,6 +29,7 @@ from asyncsync.fanout import end, race
 from asyncsync.guard import MemorySaverGuard, memory_saver_guard
 from asyncsync.messages import ReadOptions, Rendezvous, SendReceipt, TrainerStatus, UpdateOrder
 from asyncsync.packing import hash_bucket, in_place, pack
+from asyncsync.shield import shielded
 from asyncsync.threads import WorkerThread
 from asyncsync.transports import broadcast
 from asyncsync.transports.base import Link
@@ -123,6 +124,7 @@ class TrainerRank:
             connection=self._link.connection if self._link else None,
             plan_digest=plan.digest,
             specs=None if plan.digest == known_digest else plan.specs,
+            epoch=self._ended_epoch,
             control_group=self.control_group is not None or not cluster.in_actor(),
         )
 
@@ -131,6 +133,7 @@ class TrainerRank:
         plan = self._plan
         if plan is None or plan.specs != snapshot.specs or plan.bucket_size != options.bucket_size:
             plan = plan_buckets(snapshot.specs, options.bucket_size)
+            _ = plan.digest, plan.nbytes  # computed here, and kept: large plans take a while
         return plan, snapshot
 
     @cluster.control
@@ -218,11 +221,10 @@ class TrainerRank:
                     try:
                         digests = await self._send(guarded, link, plan, snapshot)
                     except BaseException:
-                        with anyio.CancelScope(shield=True):
-                            await guarded.run(self._close)
+                        await shielded(guarded.run(self._close))
                         raise
                 sending.done = True
-                return self._receipt(order, plan, digests)
+                return await self._hasher.run(self._receipt, order, plan, digests)
         finally:
             if not sending.done:
                 self._buffers = []  # an abandoned broadcast may still read them

@@ -11,6 +11,7 @@ from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from asyncsync.buckets import TensorSpec, list_names
@@ -81,6 +82,8 @@ class WeightSource:
         if name_map is not None:
             pairs = [(mapped, tensor) for name, tensor in pairs if (mapped := name_map(name)) is not None]
         _refuse_unsendable(pairs)
+        if odd := [name for name, _ in pairs if not isinstance(name, str)]:
+            raise PlanError(f"names must be strings, not {', '.join(map(repr, odd[:8]))}")
         layout = [(name, tensor.dtype, tensor.shape, _identity(tensor)) for name, tensor in pairs]
         if self._last is None or self._last.layout != layout or self._last.dtype != dtype:
             self._last = _Reading(layout, dtype)
@@ -147,7 +150,7 @@ def _refuse_duplicates(names: Sequence[str]) -> None:
 def _refuse_unsendable(pairs: Sequence[tuple[str, Tensor]]) -> None:
     refused: dict[str, list[str]] = {}
     for name, tensor in pairs:
-        if (reason := _reason_against(tensor)) is not None:
+        if (reason := reason_against(tensor)) is not None:
             refused.setdefault(reason, []).append(name)
     if refused:
         reasons = "; ".join(f"{list_names(names)}: {reason}" for reason, names in refused.items())
@@ -155,7 +158,10 @@ def _refuse_unsendable(pairs: Sequence[tuple[str, Tensor]]) -> None:
         raise PlanError(f"these tensors cannot be sent: {reasons}", names=names)
 
 
-def _reason_against(tensor: object) -> str | None:
+def reason_against(tensor: object) -> str | None:
+    """Why a tensor can neither be sent nor take bytes, or None."""
+    if is_lazy(tensor):
+        return "not initialized yet: run the module once first"
     if type(tensor) is nn.Parameter or type(tensor) is Tensor:
         pass
     elif not isinstance(tensor, Tensor):

@@ -17,7 +17,7 @@ PACKAGE = Path(asyncsync.__file__).parent
 
 FLOORS = (
     {"errors", "report"},
-    {"threads", "digests", "buckets", "packing", "clock", "fanout", "coalesce", "lock", "guard"},
+    {"shield", "threads", "digests", "buckets", "packing", "clock", "fanout", "coalesce", "lock", "guard"},
     {"weights", "messages", "cluster", "transports"},
     {"engines", "trainer", "shared_lock"},
     {"fleet", "connection", "attempt"},

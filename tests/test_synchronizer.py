@@ -616,7 +616,7 @@ async def test_arguments_that_make_no_sense_are_refused_at_once() -> None:
     for size in (0, -5):
         with pytest.raises(ValueError, match="bucket_size must be a positive"):
             WeightSynchronizer(trainer, [engine], bucket_size=size)
-    for timeout in (0, -1.0, float("nan")):
+    for timeout in (0, -1.0, float("nan"), float("inf")):
         with pytest.raises(ValueError, match="timeout must be a positive"):
             WeightSynchronizer(trainer, [engine], timeout=timeout)
     with pytest.raises(ValueError, match="must not be negative"):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from asyncsync.buckets import Plan, list_names, plan_buckets
 from asyncsync.errors import PlanError
 from asyncsync.messages import Layout
-from asyncsync.weights import module_tensors
+from asyncsync.weights import module_tensors, reason_against
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,11 +21,16 @@ class Binding:
         plan: The plan, computed here from the layout.
         targets: For every tensor of the plan, the module's distinct tensors that take its bytes.
         held: All the module's tensors, as they were then.
+        shared: Ids of targets whose memory other tensors of the module see too, but are no targets of the same bytes:
+            these must be written where they lie.
+        partial: Whether the layout was accepted as a partial one.
     """
 
     plan: Plan
     targets: tuple[tuple[Tensor, ...], ...]
     held: Mapping[str, Tensor]
+    shared: frozenset[int]
+    partial: bool
 
     def fits(self, module: nn.Module) -> bool:
         """Whether the module still holds these very tensors: one that was replaced would get nothing."""
@@ -48,6 +53,11 @@ def bind(module: nn.Module, layout: Layout) -> Binding:
     held = module_tensors(module)
     problems: list[str] = []
     names: set[str] = set()
+    for name, tensor in held.items():
+        if (reason := reason_against(tensor)) is not None:
+            raise PlanError(f"the engine cannot take {name}: {reason}", names=(name,))
+        if tensor.is_conj() or tensor.is_neg():
+            raise PlanError(f"the engine cannot take {name}: it is a lazy view of other values", names=(name,))
 
     def refuse(what: str, which: set[str], details: Mapping[str, str] | None = None) -> None:
         if which:
@@ -68,11 +78,25 @@ def bind(module: nn.Module, layout: Layout) -> Binding:
     if problems:
         raise PlanError(f"the weights do not fit the engine: {'; '.join(problems)}", names=sorted(names))
 
-    targets = tuple(tuple({id(held[name]): held[name] for name in spec.names}.values()) for spec in plan.specs)
-    for group in targets:
-        for tensor in group:
-            _give_own_elements(tensor)
-    return Binding(plan, targets, held)
+    for spec in plan.specs:
+        for name in spec.names:
+            _give_own_elements(held[name])
+    everything = list({id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}.values())
+    by_memory: dict[object, list[Tensor]] = {}
+    by_storage: dict[int, list[Tensor]] = {}
+    for tensor in everything:
+        by_memory.setdefault(_memory(tensor), []).append(tensor)
+        by_storage.setdefault(tensor.untyped_storage().data_ptr() or id(tensor), []).append(tensor)
+    targets: list[tuple[Tensor, ...]] = []
+    shared: set[int] = set()
+    for spec in plan.specs:
+        group = {id(tensor): tensor for name in spec.names for tensor in by_memory[_memory(held[name])]}
+        targets.append(tuple(group.values()))
+        for tensor in group.values():
+            neighbours = by_storage[tensor.untyped_storage().data_ptr() or id(tensor)]
+            if any(id(neighbour) not in group for neighbour in neighbours):
+                shared.add(id(tensor))
+    return Binding(plan, tuple(targets), held, frozenset(shared), layout.partial)
 
 
 def _differences(plan: Plan, held: Mapping[str, Tensor]) -> dict[str, str]:

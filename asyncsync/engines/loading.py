@@ -108,18 +108,20 @@ class StagedLoader:
         with torch.no_grad():
             for view, targets in zip(views, self._binding.targets, strict=True):
                 for tensor in targets:
-                    if self._owns_its_memory(tensor):
+                    if self._may_point_elsewhere(tensor):
                         tensor.data = view
                         self._installed[id(tensor)] = view
                     else:
                         raw(tensor).copy_(raw(view))
         self._spare, self._live = self._live, self._spare
 
-    def _owns_its_memory(self, tensor: Tensor) -> bool:
+    def _may_point_elsewhere(self, tensor: Tensor) -> bool:
+        """Whether nothing else would go on to see the old memory: it is all the tensor's own, or an arena of ours."""
         installed = self._installed.get(id(tensor))
         if installed is not None and installed.data_ptr() == tensor.data_ptr():
             return True
-        return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+        whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+        return whole and id(tensor) not in self._binding.shared
 
     def discard(self) -> None:
         self._spare = self._bounce = None

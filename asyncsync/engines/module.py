@@ -11,6 +11,7 @@ Sessions: an update's session begins in ``receive_weights`` and ends in ``finish
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 import uuid
 from collections import deque
@@ -29,10 +30,10 @@ from asyncsync.engines.loading import InPlaceLoader, Loader, StagedLoader
 from asyncsync.errors import EngineError, OutOfStepError, PlanError, TaintedEngineError, TransferError
 from asyncsync.messages import EngineStatus, Layout, Policy, Rendezvous, UpdateOrder
 from asyncsync.packing import digest_weights
+from asyncsync.shield import shielded
 from asyncsync.threads import WorkerThread
 from asyncsync.transports import broadcast
 from asyncsync.transports.base import Link
-from asyncsync.weights import module_tensors
 
 IN_FLIGHT = 2
 """Buckets on their way at the same time; loaders have that many buffers."""
@@ -139,9 +140,11 @@ class ModuleEngine:
             staged=self._staged,
             epoch=self._epoch,
             weight_version=self.weight_version,
+            newest_version=self._version or 0,
             tainted=self._tainted,
             connection=self._link.connection if self._link else None,
             plan_digest=binding.plan.digest if binding else None,
+            partial=binding is not None and binding.partial,
             control_group=self.control_group is not None or not cluster.in_actor(),
         )
 
@@ -220,9 +223,7 @@ class ModuleEngine:
             await self._shut(order.policy)
             await self._worker.run(self._commit, session)
         finally:
-            with anyio.CancelScope(shield=True):
-                await self._worker.run(lambda: None)  # a commit that has begun comes to its end
-                await self._serve()
+            await shielded(self._serve(order.epoch))
 
     @cluster.control
     async def abort_weight_update(self, epoch: int, published: int | None) -> EngineStatus:
@@ -243,22 +244,24 @@ class ModuleEngine:
     async def resume_generation(self, epoch: int) -> None:
         """See :meth:`asyncsync.RolloutEngine.resume_generation`."""
         self._see(epoch)
+        await shielded(self._serve(epoch))
         if self._tainted:
             raise TaintedEngineError(self._tainted)
-        self._paused = False
-        await self._serve()
 
-    async def _serve(self) -> None:
+    async def _serve(self, epoch: int) -> None:
+        await self._worker.run(lambda: None)  # a load or a commit that has begun comes to its end
         if self._tainted:
             return
         if self._stale_cache:
             try:
                 await self.flush_cache()
-            except BaseException:
+            except Exception:
                 self._taint("its cache could not be flushed")
                 raise
             self._stale_cache = False
-        self._gate.open()
+        if epoch == self._epoch:  # else a newer update has paused it meanwhile
+            self._paused = False
+            self._gate.open()
 
     # -- sessions -------------------------------------------------------------------------------------------------
 
@@ -356,7 +359,8 @@ class ModuleEngine:
             self._link = None
 
     def _device(self) -> str:
-        return next((tensor.device.type for tensor in module_tensors(self.module).values()), "cpu")
+        tensors = itertools.chain(self.module.parameters(), self.module.buffers())
+        return next((tensor.device.type for tensor in tensors), "cpu")
 
 
 class Generation:
