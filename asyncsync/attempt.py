@@ -66,6 +66,8 @@ class Attempt:
 
     def explain(self, error: WeightUpdateError, clock: UpdateClock) -> None:
         """Tell an error where the update ended, and with what result."""
+        for inner in getattr(error, "exceptions", ()):
+            self.explain(inner, clock)
         error.phase = error.phase or clock.phase_name
         error.weight_version = self.order.version
         error.outcomes = tuple(self.outcomes.values())

@@ -117,7 +117,7 @@ class Connection:
         Raises:
             PlanError: The weights cannot be sent, or do not fit an engine.
             ConnectError: The group could not be set up.
-            EngineError: An engine failed; several of them as an ExceptionGroup.
+            EngineError: An engine failed; several of them as an EngineErrorGroup.
             TrainerError: The trainer failed.
         """
         engines = self._engines

@@ -117,5 +117,17 @@ class EngineError(WeightUpdateError):
         self.engine = engine
 
 
+class EngineErrorGroup(ExceptionGroup[Exception], WeightUpdateError):
+    """Several rollout engines failed; the errors of each are its ``.exceptions``."""
+
+    def __init__(self, message: str, errors: Sequence[Exception]) -> None:
+        WeightUpdateError.__init__(self, message)
+        self.args = (message, list(errors))  # what pickle makes it anew from
+
+    def derive(self, errors: Sequence[Exception]) -> EngineErrorGroup:  # type: ignore[override]  # of errors only
+        """The same group of fewer errors."""
+        return EngineErrorGroup(self.message, errors)
+
+
 class TaintedEngineError(EngineError):
     """This engine holds part of an update: it serves nobody until a whole update repairs it."""

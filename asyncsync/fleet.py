@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from asyncsync import cluster
 from asyncsync.engines.base import RolloutEngine
 from asyncsync.engines.remote import RemoteEngine
-from asyncsync.errors import ConnectError, EngineError, OutOfStepError, PlanError
+from asyncsync.errors import ConnectError, EngineError, EngineErrorGroup, OutOfStepError, PlanError
 from asyncsync.fanout import settle
 from asyncsync.messages import EngineStatus, Policy
 
@@ -107,7 +107,7 @@ class Fleet:
         Raises:
             EngineError: One failed (its error is raised as itself).
             PlanError: Engines refused the weights; one error that tells what each refused.
-            ExceptionGroup: Several failed.
+            EngineErrorGroup: Several failed.
         """
         results = await self.each(call, members=members)
         errors = [result for result in results.values() if isinstance(result, Exception)]
@@ -180,4 +180,4 @@ def combine_errors(errors: Sequence[Exception]) -> Exception:
     if len(plans) == len(errors):
         names = sorted({name for error in plans for name in error.names})
         return PlanError(" | ".join(str(error) for error in plans), names=names)
-    return ExceptionGroup(f"{len(errors)} engines failed", list(errors))
+    return EngineErrorGroup(f"{len(errors)} engines failed", list(errors))

@@ -50,12 +50,12 @@ class MemorySaverGuard:
         *,
         offload: bool | None,
         thread: WorkerThread | None,
-        disable: Callable[[], AbstractContextManager[None]],
+        disable: Callable[[], AbstractContextManager[None]] | None,
     ) -> None:
-        self.active = offload is not False and (disable is not _disable or saver_is_active())
+        self.active = offload is not False and (disable is not None or saver_is_active())
         self._own_thread = thread is None
         self._thread = thread or WorkerThread("asyncsync-guard")
-        self._disable = disable
+        self._disable = disable or _disable
         self._context: AbstractContextManager[None] | None = None
         self._entered = False
 
@@ -130,7 +130,7 @@ def memory_saver_guard(
     *,
     offload: bool | None = None,
     thread: WorkerThread | None = None,
-    disable: Callable[[], AbstractContextManager[None]] = _disable,
+    disable: Callable[[], AbstractContextManager[None]] | None = None,
 ) -> MemorySaverGuard:
     """Keep torch_memory_saver from tracking what guarded work allocates.
 

@@ -168,7 +168,7 @@ class WeightSynchronizer:
             PlanError: The weights cannot be sent, or do not fit an engine: nothing was sent.
             ConnectError: The group could not be set up: nothing was sent.
             WeightUpdateError: The update failed; ``.phase`` and ``.outcomes`` say where and with what result. One
-                engine's failure is an EngineError, that of several an ExceptionGroup of them. Engines that hold
+                engine's failure is an EngineError, that of several an EngineErrorGroup. Engines that hold
                 whole weights serve on; the next update repairs the others.
             LockError: Called inside :meth:`generation`, it would wait for itself.
             ClosedError: The synchronizer was closed, before or meanwhile.
@@ -245,11 +245,6 @@ class WeightSynchronizer:
                 await self._transaction(attempt, clock)
             except WeightUpdateError as error:
                 attempt.explain(error, clock)
-                raise
-            except ExceptionGroup as group:
-                for each in group.exceptions:
-                    if isinstance(each, WeightUpdateError):
-                        attempt.explain(each, clock)
                 raise
         except BaseException:
             self._connection.forget()

@@ -94,7 +94,7 @@ class TrainerRank:
         self._source = WeightSource(weights)
         self._offload = offload
         self._instance = uuid.uuid4().hex
-        self._sender = WorkerThread("asyncsync-sender")
+        self._sender_thread = WorkerThread("asyncsync-sender")
         self._hasher = WorkerThread("asyncsync-hasher")
         self._listener: broadcast.Listener | None = None
         self._link: Link | None = None
@@ -104,6 +104,7 @@ class TrainerRank:
         self._device = "cpu"
         self._sending: _Sending | None = None
         self._ended_epoch = 0
+        self._closed = False
         self._sent: tuple[int, str, Digests] | None = None
         self._published: tuple[int, str, Digests] | None = None
 
@@ -291,9 +292,16 @@ class TrainerRank:
 
     def close(self) -> None:
         """Leave the group and let the rank's threads end. Does not wait."""
+        self._closed = True
         self._close()
         self._sender.close()
         self._hasher.close()
+
+    @property
+    def _sender(self) -> WorkerThread:
+        if self._sender_thread.closed and not self._closed:
+            self._sender_thread = WorkerThread("asyncsync-sender")  # a guard gave the last one up
+        return self._sender_thread
 
     def _guard(self) -> MemorySaverGuard:
         return memory_saver_guard(offload=self._offload, thread=self._sender)

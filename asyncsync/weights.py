@@ -160,7 +160,7 @@ def _refuse_unsendable(pairs: Sequence[tuple[str, Tensor]]) -> None:
 
 def reason_against(tensor: object) -> str | None:
     """Why a tensor can neither be sent nor take bytes, or None."""
-    if is_lazy(tensor):
+    if isinstance(tensor, Tensor) and is_lazy(tensor):
         return "not initialized yet: run the module once first"
     if type(tensor) is nn.Parameter or type(tensor) is Tensor:
         pass

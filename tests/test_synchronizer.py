@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Callable
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -252,6 +254,174 @@ async def test_requests_during_an_update_get_the_weights_as_they_are_after_it() 
         assert holds(engine, trainer)
 
 
+@BOTH
+async def test_names_and_views_of_the_same_memory_in_the_engine_follow(staged: bool) -> None:
+    class Sharing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Parameter(torch.zeros(4, 2)), nn.Parameter(torch.zeros(4, 2))
+            self.head.data = self.embed.data  # tied, but not the same object
+            self.qkv = nn.Parameter(torch.zeros(6))
+            self.register_buffer("q", self.qkv.detach()[:2], persistent=False)
+
+    served = Sharing()
+    weights = {"embed": torch.ones(4, 2), "qkv": torch.ones(6)}
+    async with WeightSynchronizer(weights, [asyncsync.ModuleEngine(served, staged=staged)]) as synchronizer:
+        for _ in range(3):
+            weights["embed"].add_(1)
+            weights["qkv"].add_(1)
+            await synchronizer.update_weights()
+            assert torch.equal(served.head, weights["embed"])
+            assert torch.equal(served.get_buffer("q"), weights["qkv"][:2])
+
+
+@BOTH
+@pytest.mark.parametrize("kind", ["meta", "conjugate", "not initialized"])
+async def test_an_engine_whose_tensors_cannot_take_bytes_is_refused_by_name(kind: str, staged: bool) -> None:
+    served = nn.Module()
+    if kind == "meta":
+        served.a = nn.Parameter(torch.zeros(2, device="meta"))
+    elif kind == "conjugate":
+        served.register_buffer("a", torch.zeros(2, dtype=torch.complex64).conj())
+    else:
+        served.a = nn.UninitializedParameter()
+    weights = {"a": torch.zeros(2, dtype=torch.complex64 if kind == "conjugate" else torch.float32)}
+    async with WeightSynchronizer(weights, [asyncsync.ModuleEngine(served, staged=staged)]) as synchronizer:
+        with pytest.raises(PlanError, match="the engine cannot take a: ") as caught:
+            await synchronizer.update_weights()
+        assert caught.value.names == ("a",)
+
+
+async def test_a_partial_layout_that_was_accepted_is_not_taken_for_a_whole_one() -> None:
+    weights, engine = {"weight": torch.zeros(2, 3)}, asyncsync.ModuleEngine(nn.Linear(3, 2))
+    async with WeightSynchronizer(weights, [engine], partial=True) as synchronizer:
+        await synchronizer.update_weights()
+    async with WeightSynchronizer(weights, [engine]) as synchronizer:
+        with pytest.raises(PlanError, match="does not send"):
+            await synchronizer.update_weights()
+
+
+async def test_nothing_to_send_is_refused() -> None:
+    engine = asyncsync.ModuleEngine(nn.Linear(3, 2))
+    async with WeightSynchronizer(nn.Linear(3, 2), [engine], partial=True, name_map=lambda name: None) as synchronizer:
+        with pytest.raises(PlanError, match="not one tensor to send"):
+            await synchronizer.update_weights()
+
+
+# -- several conductors ----------------------------------------------------------------------------------------------
+
+
+async def test_two_conductors_at_once_never_publish_what_no_engine_holds() -> None:
+    engines = [asyncsync.ModuleEngine(nn.Linear(64, 64)) for _ in range(2)]
+    first, second = nn.Linear(64, 64), nn.Linear(64, 64)
+    succeeded: list[tuple[int, str]] = []
+
+    async def update(trainer: nn.Module) -> None:
+        async with WeightSynchronizer(trainer, engines, timeout=20) as synchronizer:
+            for _ in range(5):
+                try:
+                    result = await synchronizer.update_weights()
+                except asyncsync.WeightUpdateError:
+                    continue
+                succeeded.append((result.version, result.digest))
+
+    await asyncio.gather(update(first), update(second))
+    versions = [version for version, _ in succeeded]
+    assert len(set(versions)) == len(versions), "one number never names two sets of weights"
+    async with WeightSynchronizer(first, engines) as synchronizer:
+        update_ = await synchronizer.update_weights()
+        assert [await engine.weights_digest() for engine in engines] == [update_.digest] * 2
+
+
+async def test_the_version_does_not_go_back_when_the_engine_is_tainted_and_the_driver_is_new() -> None:
+    engine = ToldEngine(zoo(2), staged=False)
+    async with WeightSynchronizer(Zoo(1), [engine]) as synchronizer:
+        for _ in range(3):
+            await synchronizer.update_weights()
+        flip_a_bit(engine)
+        with pytest.raises(TransferError):
+            await synchronizer.update_weights()
+    assert engine.weight_version is None
+    async with WeightSynchronizer(Zoo(1), [engine]) as synchronizer:
+        assert (await synchronizer.update_weights()).version == 4
+
+
+async def test_a_trainer_that_outlives_its_conductor_serves_the_next_one() -> None:
+    rank = asyncsync.TrainerRank(nn.Linear(2, 2))
+    engine = ToldEngine(nn.Linear(2, 2))
+    async with WeightSynchronizer(rank, [engine]) as synchronizer:
+        engine.before["receive_weights"] = failing(OSError("no"))
+        with pytest.raises(EngineError):
+            await synchronizer.update_weights()
+    async with WeightSynchronizer(rank, [asyncsync.ModuleEngine(nn.Linear(2, 2))]) as synchronizer:
+        assert (await synchronizer.update_weights()).version == 1
+
+
+@pytest.mark.parametrize("step", [*CONNECTING, *STAGED])
+async def test_a_cancellation_that_comes_from_the_engine_is_the_engines_failure(step: str) -> None:
+    async def cancel() -> None:
+        raise asyncio.CancelledError
+
+    async with synced(timeout=20) as (trainer, engines, synchronizer):
+        engines[1].before[step] = cancel
+        with pytest.raises(EngineError, match="ToldEngine-1 failed: CancelledError"):
+            await synchronizer.update_weights()
+        await synchronizer.update_weights()
+        assert [holds(engine, trainer) for engine in engines] == [True, True]
+
+
+# -- the memory saver ------------------------------------------------------------------------------------------------
+
+
+class Sections:
+    """Counts guarded sections, in place of the saver."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.entered = 0
+        self.fail = False
+        monkeypatch.setattr("asyncsync.guard._disable", self.disable)
+        monkeypatch.setattr("asyncsync.guard.saver_is_active", lambda: True)
+
+    @contextmanager
+    def disable(self) -> Iterator[None]:
+        self.entered += 1
+        yield
+        if self.fail:
+            self.fail = False
+            raise OSError("the saver broke")
+
+
+@pytest.mark.parametrize("offload", [True, None, False])
+async def test_guarded_sections_are_counted(monkeypatch: pytest.MonkeyPatch, offload: bool | None) -> None:
+    sections, expected = Sections(monkeypatch), 0 if offload is False else 1
+    engine = ToldEngine(nn.Linear(2, 2))
+
+    async def fail_while_the_trainer_joins() -> None:
+        while sections.entered < expected:
+            await turn()
+        raise OSError("no")
+
+    async with WeightSynchronizer(nn.Linear(2, 2), [engine], offload=offload, timeout=20) as synchronizer:
+        engine.before["join_group"] = fail_while_the_trainer_joins
+        with pytest.raises(EngineError):
+            await synchronizer.update_weights()
+        assert sections.entered == expected, "connect failed: one, and nothing is transferred"
+        await synchronizer.update_weights()
+        assert sections.entered == 3 * expected, "not connected yet: one for connect, one for transfer"
+        await synchronizer.update_weights()
+        assert sections.entered == 4 * expected, "connected already: one"
+
+
+async def test_a_guard_that_gave_its_thread_up_does_not_end_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    sections = Sections(monkeypatch)
+    async with WeightSynchronizer(nn.Linear(2, 2), [ToldEngine(nn.Linear(2, 2))]) as synchronizer:
+        await synchronizer.update_weights()
+        sections.fail = True
+        with pytest.raises(asyncsync.TrainerError, match="memory-saver guard"):
+            await synchronizer.update_weights()
+        await synchronizer.update_weights()
+
+
 # -- generation ------------------------------------------------------------------------------------------------------
 
 
@@ -440,8 +610,12 @@ async def test_several_engines_that_fail_are_a_group() -> None:
     async with synced() as (_, engines, synchronizer):
         for engine in engines:
             engine.before["finish_weight_update"] = failing(OSError("no"))
-        with pytest.raises(ExceptionGroup, match="2 engines failed") as caught:
+        with pytest.raises(asyncsync.EngineErrorGroup, match="2 engines failed") as caught:
             await synchronizer.update_weights()
+        assert isinstance(caught.value, asyncsync.WeightUpdateError)
+        assert (caught.value.phase, len(caught.value.outcomes)) == ("finish", 2)
+        again = pickle.loads(pickle.dumps(caught.value))
+        assert (again.phase, len(again.exceptions)) == ("finish", 2)
         assert {error.engine for error in caught.value.exceptions if isinstance(error, EngineError)} == {
             "ToldEngine-0",
             "ToldEngine-1",
@@ -454,7 +628,7 @@ PHASES = dict(zip((*CONNECTING, *STAGED), ("describe", "connect", "connect", "tr
 
 @pytest.mark.parametrize("step", PHASES)
 async def test_an_engine_that_hangs_is_an_error_in_time_that_names_the_phase(step: str) -> None:
-    async with synced(timeout=1.0) as (trainer, engines, synchronizer):
+    async with synced(timeout=4.0) as (trainer, engines, synchronizer):
         engines[1].before[step] = hanging()
         with pytest.raises(asyncsync.WeightUpdateTimeoutError, match="took longer than") as caught:
             await synchronizer.update_weights()

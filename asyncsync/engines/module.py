@@ -154,6 +154,8 @@ class ModuleEngine:
         binding = await self._worker.run(bind, self.module, layout)
         if self._staged and len({tensor.device for group in binding.targets for tensor in group}) > 1:
             raise PlanError("a staged engine's weights must be on one device: use staged=False")
+        held = {id(tensor) for tensor in (*self.module.parameters(), *self.module.buffers())}
+        self._installed = {key: view for key, view in self._installed.items() if key in held}
         self._binding, self._loader = binding, None
 
     @cluster.control
@@ -273,6 +275,8 @@ class ModuleEngine:
     def _begin(self, order: UpdateOrder) -> tuple[_Session, Link]:
         if order.epoch < self._epoch or order.epoch <= self._ended_epoch:
             raise OutOfStepError(f"epoch {order.epoch} is over: this engine has seen epoch {self._epoch}")
+        if order.version <= (self._version or 0):
+            raise OutOfStepError(f"version {order.version} exists already: this engine has served {self._version}")
         if self._session is not None and not self._session.ended.is_set():
             raise EngineError(f"the update of epoch {self._session.order.epoch} is still being received")
         if self._binding is None or self._binding.plan.digest != order.plan_digest:

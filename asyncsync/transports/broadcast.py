@@ -11,7 +11,9 @@ operation has ended. A process group must not be dropped on one of its own threa
 destructor waits; so it is dropped on a thread made for that. And no Python code may run on gloo's threads: a callback
 on an operation that was left behind and ends while the interpreter shuts down would end the process with SIGABRT (its
 thread asks for the GIL, is unwound by Python, and C++ calls that a terminate; Python 3.14 hangs such threads instead).
-So completion is looked at, every millisecond while an operation runs; a bucket takes a hundred.
+So completion is looked at, every millisecond while an operation runs; a bucket takes a hundred. For the same reason a
+link keeps the tensors of its last operations, lest one of gloo's threads be the last to let go of a Python object, and
+links that are still open are closed when the interpreter exits.
 
 The store's socket is bound and listening before its port is told to anyone, on this node's address only, and a
 member must know the connection's random name to find the group in it.
@@ -20,10 +22,14 @@ member must know the connection's random name to find the group in it.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import secrets
 import socket
 import threading
 import time
+import weakref
+from collections import deque
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from datetime import timedelta
 from typing import Any
 
@@ -40,6 +46,12 @@ _SPIN = 0.0005  # seconds that a small operation is waited for without sleeping
 _POLL_INTERVAL = 0.001  # seconds
 _DROP_INTERVAL = 0.05  # seconds
 _WORD = "word"
+_KEPT = 4  # tensors of the last operations
+_EXIT_TIMEOUT = 2.0  # seconds that the interpreter's exit may wait for operations that were left behind
+_HEDGE = 1.0  # seconds until a connection to the store is tried a second time, beside the first
+
+_links: weakref.WeakSet[BroadcastLink] = weakref.WeakSet()
+_aside: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
 class Listener:
@@ -103,13 +115,8 @@ def join(
             f"this end speaks asyncsync protocol {PROTOCOL_VERSION}, the other {rendezvous.protocol}: "
             "install the same version of asyncsync at both"
         )
-    timeout = timedelta(seconds=min(rendezvous.join_timeout, _FORM_TIMEOUT))
     try:
-        store = (
-            listener.store
-            if listener is not None
-            else TCPStore(rendezvous.address, rendezvous.port, None, False, wait_for_workers=False, timeout=timeout)
-        )
+        store = listener.store if listener is not None else _connect(rendezvous, stop)
         named = PrefixStore(rendezvous.connection, store)
         _meet(rendezvous, named, stop)
         group = _group(rendezvous, named, address)
@@ -119,6 +126,42 @@ def join(
             f"{rendezvous.address}:{rendezvous.port} in time: {error}"
         ) from error
     return BroadcastLink(rendezvous, group, store)
+
+
+def _connect(rendezvous: Rendezvous, stop: threading.Event) -> TCPStore:
+    """Connect to the source rank's store.
+
+    The client looks its peer's name up and cannot be interrupted meanwhile: where a name server does not answer, that
+    takes five seconds. So it runs on a thread that can be left behind, and after a second a second one tries too.
+    """
+    timeout = timedelta(seconds=min(rendezvous.join_timeout, _FORM_TIMEOUT))
+    attempts: list[Future[TCPStore]] = []
+
+    def attempt() -> Future[TCPStore]:
+        future: Future[TCPStore] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(
+                    TCPStore(rendezvous.address, rendezvous.port, None, False, wait_for_workers=False, timeout=timeout)
+                )
+            except RuntimeError as error:
+                future.set_exception(error)
+
+        thread = threading.Thread(target=run, name="asyncsync-connect", daemon=True)
+        _aside.add(thread)
+        thread.start()
+        return future
+
+    began = time.monotonic()
+    while True:
+        if len(attempts) < 1 + (time.monotonic() - began >= _HEDGE):
+            attempts.append(attempt())
+        for done in wait(attempts, timeout=_MEET_INTERVAL, return_when=FIRST_COMPLETED).done:
+            if done.exception() is None or all(each.done() for each in attempts):
+                return done.result()
+        if stop.is_set():
+            raise ConnectError("joining was stopped")
 
 
 def _meet(rendezvous: Rendezvous, store: PrefixStore, stop: threading.Event) -> None:
@@ -183,9 +226,14 @@ class BroadcastLink:
         self._timeout = timedelta(seconds=rendezvous.operation_timeout)
         self._group: ProcessGroup | None = group
         self._store: TCPStore | None = store
-        self._running: set[Work] = set()
+        self._running: dict[Work, Tensor] = {}
+        self._kept: deque[Tensor] = deque(maxlen=_KEPT)
         # An operation that starts while the link is closed must be known to whoever drops the group.
         self._mutex = threading.Lock()
+        if not _links and not _aside:
+            atexit.unregister(_leave_all)
+            atexit.register(_leave_all)
+        _links.add(self)
 
     def __repr__(self) -> str:
         state = "closed" if self._group is None else f"{len(self._running)} operations running"
@@ -207,7 +255,7 @@ class BroadcastLink:
             if self._group is None:
                 raise TransferError("the link was closed")
             work = self._group.broadcast([flat], options)
-            self._running.add(work)
+            self._running[work] = flat
         return work
 
     async def wait(self, handle: Work) -> None:
@@ -229,25 +277,45 @@ class BroadcastLink:
 
     def _ended(self, work: Work) -> None:
         with self._mutex:
-            self._running.discard(work)
+            flat = self._running.pop(work, None)
+            if flat is not None:
+                self._kept.append(flat)
 
     def close(self) -> None:
         """Leave the group without blocking; operations still running end by themselves, aside."""
         with self._mutex:
-            owned, running = [self._group, self._store], list(self._running)
-            self._group, self._store, self._running = None, None, set()
+            owned, running = [self._group, self._store], self._running
+            tensors = [*running.values(), *self._kept]
+            self._group, self._store, self._running = None, None, {}
+            self._kept.clear()
         if running:
-            drop = threading.Thread(target=_drop, args=(owned, running), name="asyncsync-drop-group", daemon=True)
-            del owned
+            drop = threading.Thread(
+                target=_drop, args=(owned, list(running), tensors), name="asyncsync-drop-group", daemon=True
+            )
+            _aside.add(drop)
             drop.start()
+            # The thread owns them now, and lets go of the group first.
+        else:
+            owned.clear()
+            tensors.clear()
 
 
-def _drop(owned: list[Any], running: list[Work]) -> None:
+def _drop(owned: list[Any], running: list[Work], tensors: list[Tensor]) -> None:
     pause = threading.Event()
     while not all(work.is_completed() for work in running):
         pause.wait(_DROP_INTERVAL)
     running.clear()
-    owned.clear()
+    owned.clear()  # joins gloo's threads; only then
+    tensors.clear()
+
+
+def _leave_all() -> None:
+    """At the interpreter's exit, while Python still runs: no group with threads of its own is left, if it can be."""
+    for link in list(_links):
+        link.close()
+    deadline = time.monotonic() + _EXIT_TIMEOUT
+    for thread in list(_aside):
+        thread.join(max(0.0, deadline - time.monotonic()))
 
 
 def _synchronize(work: Work) -> None:
