@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import uuid
+from collections import deque
 from concurrent.futures import Future
 from typing import Any, Protocol
 
@@ -36,6 +37,10 @@ from asyncsync.transports.base import Link
 from asyncsync.weights import Snapshot, Weights, WeightSource
 
 BUFFERS = 2
+"""Bucket buffers, at the most."""
+
+IN_FLIGHT = 8
+"""Buckets on their way at the same time, at the most; those that are sent from where they lie need no buffer."""
 
 
 class Trainer(Protocol):
@@ -235,34 +240,43 @@ class TrainerRank:
 
     async def _send(self, guarded: MemorySaverGuard, link: Link, plan: Plan, snapshot: Snapshot) -> Digests:
         digests = StreamingDigests(len(plan.specs))
-        on_the_way: list[asyncio.Future[Any] | None] = [None] * BUFFERS
+        on_the_way: deque[asyncio.Future[None]] = deque()
+        users: list[asyncio.Future[None] | None] = [None] * BUFFERS  # of each buffer
+        packed = 0
         try:
             for bucket in plan.buckets:
-                slot = bucket.index % BUFFERS
-                if (earlier := on_the_way[slot]) is not None:
-                    await earlier
-                buffer, handle = await guarded.run(self._pack_and_start, link, plan, bucket, snapshot)
-                hashed = self._hasher.submit(hash_bucket, plan, bucket, buffer, digests)
-                on_the_way[slot] = asyncio.ensure_future(_sent_and_hashed(link, bucket, handle, hashed))
-            for left in on_the_way:
-                if left is not None:
-                    await left
+                if len(on_the_way) == IN_FLIGHT:
+                    await on_the_way.popleft()
+                buffer = packed % BUFFERS
+                if (user := users[buffer]) is not None:
+                    await user
+                    users[buffer] = None
+                flat, handle, used = await guarded.run(self._start, link, plan, bucket, snapshot, buffer)
+                hashed = self._hasher.submit(hash_bucket, plan, bucket, flat, digests)
+                leaving = asyncio.ensure_future(_sent_and_hashed(link, bucket, handle, hashed))
+                on_the_way.append(leaving)
+                if used:
+                    users[buffer] = leaving
+                    packed += 1
+            while on_the_way:
+                await on_the_way.popleft()
         finally:
-            await end([left for left in on_the_way if left is not None])
+            await end([*on_the_way, *(user for user in users if user is not None)])
         return digests.result()
 
-    def _pack_and_start(self, link: Link, plan: Plan, bucket: Bucket, snapshot: Snapshot) -> tuple[Tensor, object]:
+    def _start(
+        self, link: Link, plan: Plan, bucket: Bucket, snapshot: Snapshot, buffer: int
+    ) -> tuple[Tensor, object, bool]:
+        """Start to send a bucket from where it lies, or else from a buffer; the last item says whether it took that."""
         if (flat := in_place(plan, bucket, snapshot.tensors, self._device)) is not None:
-            return flat, link.start_send(flat)
-        wanted = min(BUFFERS, len(plan.buckets))
-        if len(self._buffers) < wanted or self._buffers[0].numel() < plan.largest_bucket:
+            return flat, link.start_send(flat), False
+        if not self._buffers or self._buffers[0].numel() < plan.largest_bucket:
             self._buffers = []  # free the old ones before the new ones are allocated
-            self._buffers = [
-                torch.empty(plan.largest_bucket, dtype=torch.uint8, device=self._device) for _ in range(wanted)
-            ]
-        buffer = self._buffers[bucket.index % BUFFERS][: bucket.nbytes]
-        pack(plan, bucket, snapshot.tensors, buffer)
-        return buffer, link.start_send(buffer)
+        while len(self._buffers) <= buffer:
+            self._buffers.append(torch.empty(plan.largest_bucket, dtype=torch.uint8, device=self._device))
+        flat = self._buffers[buffer][: bucket.nbytes]
+        pack(plan, bucket, snapshot.tensors, flat)
+        return flat, link.start_send(flat), True
 
     def _receipt(self, order: UpdateOrder, plan: Plan, digests: Digests) -> SendReceipt:
         if self._sent is not None and self._sent[0] == order.base_epoch:

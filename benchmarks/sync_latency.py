@@ -364,6 +364,8 @@ def memory_available() -> int:
 def show(rows: Sequence[Row]) -> None:
     """Print the rows, with ratios, and the machine."""
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=130)
     table = Table(title="Weight update: medians in ms; ratios above 1 are in favour of ours; longest loop stall in ms")
     table.add_column("case")
     columns = ["MB", "tensors", "engines", "ours", "seed", "gloo", "memcpy", "seed/ours", "gloo/ours"]

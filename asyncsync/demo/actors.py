@@ -7,9 +7,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-import anyio
-
 from asyncsync import cluster
+from asyncsync.shield import shielded
 
 
 @asynccontextmanager
@@ -26,6 +25,9 @@ async def running(*wanted: tuple[Any, Any]) -> AsyncIterator[list[Any]]:
             actors.append(await asyncio.to_thread(actor_class.remote, *arguments))
         yield actors
     finally:
-        with anyio.CancelScope(shield=True):
-            for actor in actors:
-                await cluster.kill_actor(actor)
+        await shielded(_end(actors))
+
+
+async def _end(actors: list[Any]) -> None:
+    for actor in actors:
+        await cluster.kill_actor(actor)

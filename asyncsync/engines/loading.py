@@ -31,12 +31,17 @@ class Loader(Protocol):
         """Whether weights in service were overwritten by an update that is not committed."""
         ...
 
+    @property
+    def in_flight(self) -> int:
+        """How many buckets may be on their way at the same time."""
+        ...
+
     def begin(self) -> None:
         """Get ready for an update."""
         ...
 
     def target(self, bucket: Bucket) -> Tensor:
-        """The flat uint8 buffer that this bucket is to be received into; the last two given may be in use."""
+        """The flat uint8 buffer that this bucket is to be received into; the last ``in_flight`` given may be in use."""
         ...
 
     def take(self, bucket: Bucket, buffer: Tensor) -> None:
@@ -66,6 +71,10 @@ class StagedLoader:
     """
 
     touched = False
+
+    @property
+    def in_flight(self) -> int:
+        return 2 if self._bounce else 8
 
     def __init__(self, binding: Binding, installed: MutableMapping[int, Tensor], device: str) -> None:
         self._binding = binding
@@ -134,6 +143,8 @@ class InPlaceLoader:
         binding: What goes where.
         device: Device type that buckets arrive on.
     """
+
+    in_flight = 2
 
     def __init__(self, binding: Binding, device: str) -> None:
         self.touched = False

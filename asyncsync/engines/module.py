@@ -35,9 +35,6 @@ from asyncsync.threads import WorkerThread
 from asyncsync.transports import broadcast
 from asyncsync.transports.base import Link
 
-IN_FLIGHT = 2
-"""Buckets on their way at the same time; loaders have that many buffers."""
-
 
 @dataclass(slots=True)
 class _Session:
@@ -320,7 +317,7 @@ class ModuleEngine:
 
         await self._worker.run(begin)
         for bucket in buckets:
-            if len(on_the_way) == IN_FLIGHT:
+            if len(on_the_way) == loader.in_flight:
                 await take_oldest()
             on_the_way.append(await self._worker.run(start, bucket))
         while on_the_way:
