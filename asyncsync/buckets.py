@@ -26,7 +26,7 @@ DEFAULT_BUCKET_SIZE = 256 * 2**20
 """Bytes."""
 
 _OVERLAP_BUCKETS = 8
-_OVERLAP_FLOOR = 16 * 2**20
+_OVERLAP_FLOOR = 8 * 2**20
 _ALONE = 8 * 2**20
 
 
@@ -159,7 +159,7 @@ def plan_buckets(specs: Sequence[TensorSpec], bucket_size: int = DEFAULT_BUCKET_
     """Lay tensors out and cut them into buckets, in the order given.
 
     A bucket holds ``bucket_size`` bytes at the most (rounded down to :data:`ALIGNMENT`, and never less than that). A
-    tensor larger than that is split. Weights that would fill few buckets are cut finer, into some 8 buckets of 16 MiB
+    tensor larger than that is split. Weights that would fill few buckets are cut finer, into some 8 buckets of 8 MiB
     or more, so that packing one overlaps sending another. A tensor of 8 MiB or more has buckets of its own: if it is
     contiguous, it is sent from where it lies.
 

@@ -96,6 +96,7 @@ class SeedReceiver:
     module: nn.Module
     group: Group
     _buffer: Tensor = torch.empty(0, dtype=torch.uint8)
+    _seed_serving = True
 
     def join_seed_group(self, address: str, port: int, rank: int, size: int) -> None:
         """Join the group that tensors come through."""
@@ -117,6 +118,14 @@ class SeedReceiver:
         with torch.no_grad():
             for name, tensor in zip(names, received, strict=True):
                 parameters[name].copy_(tensor)
+
+    def pause_seed_generation(self) -> None:
+        """Stop serving: nothing may read weights that are half new."""
+        self._seed_serving = False
+
+    def continue_seed_generation(self) -> None:
+        """Serve again."""
+        self._seed_serving = True
 
     def forget_seed_buffer(self) -> None:
         """Free the receive buffer."""
@@ -140,7 +149,8 @@ class SeedLoop:
         self._bucket_size = bucket_size
 
     def update(self, weights: Mapping[str, Tensor]) -> None:
-        """Bring the weights to every engine. Blocks."""
+        """Bring the weights to every engine, and hold generation back meanwhile. Blocks."""
+        ray.get([engine.pause_seed_generation.remote() for engine in self._engines])
         while not ray.get(self._lock.acquire.remote()):
             time.sleep(POLL)
         for bucket in self._buckets(weights):
@@ -153,6 +163,7 @@ class SeedLoop:
                 work.wait()
             ray.get(refs)
         ray.get(self._lock.release.remote())
+        ray.get([engine.continue_seed_generation.remote() for engine in self._engines])
 
     def _buckets(self, weights: Mapping[str, Tensor]) -> Iterator[list[tuple[str, Tensor]]]:
         bucket: list[tuple[str, Tensor]] = []

@@ -221,8 +221,10 @@ class ModuleEngine:
         try:
             await self._shut(order.policy)
             await self._worker.run(self._commit, session)
-        finally:
+        except BaseException:
             await shielded(self._serve(order.epoch))
+            raise
+        await shielded(self._flush_and_open(order.epoch))
 
     @cluster.control
     async def abort_weight_update(self, epoch: int, published: int | None) -> EngineStatus:
@@ -249,8 +251,10 @@ class ModuleEngine:
 
     async def _serve(self, epoch: int) -> None:
         await self._worker.run(lambda: None)  # a load or a commit that has begun comes to its end
-        if self._tainted:
-            return
+        if self._tainted is None:
+            await self._flush_and_open(epoch)
+
+    async def _flush_and_open(self, epoch: int) -> None:
         if self._stale_cache:
             try:
                 await self.flush_cache()
@@ -298,31 +302,42 @@ class ModuleEngine:
         on_the_way: deque[tuple[Bucket, Tensor, object]] = deque()
 
         def start(bucket: Bucket) -> tuple[Bucket, Tensor, object]:
+            if bucket is buckets[0]:
+                begin()
             buffer = loader.target(bucket)
             return bucket, buffer, link.start_receive(buffer)
-
-        async def take_oldest() -> None:
-            bucket, buffer, handle = on_the_way.popleft()
-            try:
-                await link.wait(handle)
-            except TransferError as error:
-                error.bucket = bucket.index
-                raise
-            await self._worker.run(loader.take, bucket, buffer)
 
         def begin() -> None:
             if not binding.fits(self.module):
                 raise OutOfStepError("the module's tensors were replaced since the layout was agreed on")
             loader.begin()
 
-        await self._worker.run(begin)
+        def take(bucket: Bucket, buffer: Tensor) -> str | None:
+            loader.take(bucket, buffer)
+            return loader.digest() if bucket is buckets[-1] else None
+
+        async def take_oldest() -> str | None:
+            bucket, buffer, handle = on_the_way.popleft()
+            try:
+                await link.wait(handle)
+            except TransferError as error:
+                error.bucket = bucket.index
+                raise
+            return await self._worker.run(take, bucket, buffer)
+
+        if not buckets:
+            await self._worker.run(begin)
+            return await self._worker.run(loader.digest)
+        # One trip to the worker a bucket each way: a tiny update has little else to wait for.
         for bucket in buckets:
             if len(on_the_way) == loader.in_flight:
                 await take_oldest()
             on_the_way.append(await self._worker.run(start, bucket))
-        while on_the_way:
+        while len(on_the_way) > 1:
             await take_oldest()
-        return await self._worker.run(loader.digest)
+        digest = await take_oldest()
+        assert digest is not None
+        return digest
 
     def _spoil(self, session: _Session, link: Link) -> None:
         """The transfer failed: leave the group, and the buffers that it may still write to."""

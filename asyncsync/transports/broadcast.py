@@ -230,6 +230,7 @@ class BroadcastLink:
         self._kept: deque[Tensor] = deque(maxlen=_KEPT)
         # An operation that starts while the link is closed must be known to whoever drops the group.
         self._mutex = threading.Lock()
+        self._turn = asyncio.Lock()
         if not _links and not _aside:
             atexit.unregister(_leave_all)
             atexit.register(_leave_all)
@@ -269,7 +270,8 @@ class BroadcastLink:
                 # An NCCL future says that the operation was enqueued; only the stream knows when it is done.
                 await asyncio.to_thread(_synchronize, handle)
             else:
-                await _completion(handle)
+                async with self._turn:  # they end in order: one is looked at, not all of them
+                    await _completion(handle)
         except RuntimeError as error:
             self._ended(handle)
             raise TransferError(f"a broadcast failed: {error}") from error
