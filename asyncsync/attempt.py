@@ -22,6 +22,7 @@ class Attempt:
         sent: What the trainer sent, once every engine has confirmed it.
         digests: What each engine received, as it says.
         instances: Which process or object each engine was when it began.
+        lost: Errors of engines that are gone.
         undone: Whether both ends were told that it has failed.
         outcomes: What became of each engine so far.
     """
@@ -32,6 +33,7 @@ class Attempt:
         self.sent: SendReceipt | None = None
         self.digests: dict[Member, str] = {}
         self.undone = False
+        self.lost: list[Exception] = []
         self.instances = {member: status.instance for member, status in engines.items()}
         self.outcomes = {
             member: EngineOutcome(

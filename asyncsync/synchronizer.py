@@ -245,6 +245,11 @@ class WeightSynchronizer:
                 await self._transaction(attempt, clock)
             except WeightUpdateError as error:
                 attempt.explain(error, clock)
+                if isinstance(error, TransferError) and attempt.lost:
+                    # Its end of the connection was heard to break before it was missed itself: the cause is the engine.
+                    gone = cast("WeightUpdateError", combine_errors(attempt.lost))
+                    attempt.explain(gone, clock)
+                    raise gone from error
                 raise
         except BaseException:
             self._connection.forget()
@@ -381,6 +386,7 @@ class WeightSynchronizer:
             )
         for member, status in engines.items():
             if isinstance(status, Exception):
+                attempt.lost.append(status)
                 attempt.record(member, EngineState.LOST, error=status)
             elif status.instance != attempt.instances[member]:
                 attempt.record(member, EngineState.LOST, error="its process was replaced during the update")

@@ -179,7 +179,7 @@ class TrainerRank:
         listener = self._listener
         if listener is None or listener.connection != rendezvous.connection:
             raise ConnectError("the group to join was closed meanwhile")
-        self._link = broadcast.join(rendezvous, address=cluster.node_address(), stop=stop, listener=listener)
+        self._link = broadcast.join(rendezvous, address=cluster.node_address(), stop=stop)
         self._device = "cuda" if rendezvous.backend == "nccl" else "cpu"
         self._buffers = []
 

@@ -48,7 +48,6 @@ async def group(size: int, **changes: float) -> AsyncIterator[list[BroadcastLink
             rendezvous(listener, rank, size, **changes),
             address=ADDRESS,
             stop=threading.Event(),
-            listener=None if rank else listener,
         )
         for rank in range(size)
     ]
@@ -81,13 +80,12 @@ async def test_a_member_that_does_not_come_is_an_error_in_time() -> None:
             rendezvous(listener, 0, 2, join_timeout=0.2),
             address=ADDRESS,
             stop=threading.Event(),
-            listener=listener,
         )
 
 
 async def test_joining_can_be_stopped() -> None:
     listener, stop, worker = Listener(ADDRESS, timeout=10), threading.Event(), WorkerThread("rank 0")
-    joining = worker.submit(join, rendezvous(listener, 0, 2), address=ADDRESS, stop=stop, listener=listener)
+    joining = worker.submit(join, rendezvous(listener, 0, 2), address=ADDRESS, stop=stop)
     assert not joining.done()
     stop.set()
     with pytest.raises(ConnectError, match="stopped"):
@@ -106,7 +104,7 @@ async def test_nobody_listening_is_an_error_in_time() -> None:
 async def test_another_protocol_is_refused_before_anything_is_tried() -> None:
     listener = Listener(ADDRESS, timeout=10)
     with pytest.raises(ConnectError, match="protocol 1, the other 99"):
-        join(rendezvous(listener, 0, 2, protocol=99), address=ADDRESS, stop=threading.Event(), listener=listener)
+        join(rendezvous(listener, 0, 2, protocol=99), address=ADDRESS, stop=threading.Event())
 
 
 async def test_an_address_that_is_not_ours_cannot_be_listened_on() -> None:

@@ -67,11 +67,11 @@ def test_large_weights_are_cut_finer_than_the_bucket_size_so_that_packing_overla
 
 
 def test_a_large_tensor_has_buckets_of_its_own() -> None:
-    small, large = TensorSpec("small", torch.uint8, (3,)), TensorSpec("large", torch.uint8, (9 * 2**20 + 1,))
+    small, large = TensorSpec("small", torch.uint8, (3,)), TensorSpec("large", torch.uint8, (2**23,))
     plan = plan_buckets([small, large, TensorSpec("other", torch.uint8, (5,))])
     assert [bucket.lone for bucket in plan.buckets] == [
         Piece(0, 0, 3, 0),
-        Piece(1, 0, 9 * 2**20 + 1, 0),
+        Piece(1, 0, 2**23, 0),
         Piece(2, 0, 5, 0),
     ]
 

@@ -355,7 +355,7 @@ class ModuleEngine:
 
     def _commit(self, session: _Session) -> None:
         if self._session is not session:
-            return
+            raise EngineError(f"the update of epoch {session.order.epoch} was overtaken by another")
         try:
             session.loader.commit()
         except BaseException:

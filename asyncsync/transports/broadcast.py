@@ -29,6 +29,7 @@ import threading
 import time
 import weakref
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from datetime import timedelta
 from typing import Any
@@ -48,7 +49,8 @@ _DROP_INTERVAL = 0.05  # seconds
 _WORD = "word"
 _KEPT = 4  # tensors of the last operations
 _EXIT_TIMEOUT = 2.0  # seconds that the interpreter's exit may wait for operations that were left behind
-_HEDGE = 1.0  # seconds until a connection to the store is tried a second time, beside the first
+_HEDGE = 0.5  # seconds until a connection to the store is tried once more, beside the earlier tries
+_ATTEMPTS = 4
 
 _links: weakref.WeakSet[BroadcastLink] = weakref.WeakSet()
 _aside: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
@@ -82,20 +84,24 @@ class Listener:
                 raise ConnectError(f"cannot listen on {address}: {error}") from error
             self.port = int(listening.getsockname()[1])
             descriptor = listening.detach()
-        self.store = TCPStore(
-            address,
-            self.port,
-            None,
-            True,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=timeout),
-            master_listen_fd=descriptor,
+        # The server answers from now on. Making it also connects a client of its own, which may take long (see
+        # _connect) and which nobody needs: a thread does that, and the server lives as long as its future.
+        self._server: Future[TCPStore] = Future()
+        _run_aside(
+            self._server,
+            lambda: TCPStore(
+                address,
+                self.port,
+                None,
+                True,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=timeout),
+                master_listen_fd=descriptor,
+            ),
         )
 
 
-def join(
-    rendezvous: Rendezvous, *, address: str, stop: threading.Event, listener: Listener | None = None
-) -> BroadcastLink:
+def join(rendezvous: Rendezvous, *, address: str, stop: threading.Event) -> BroadcastLink:
     """Join a group and wait for its other members. Blocks: call it on the member's worker thread.
 
     Collective. Every member calls it at about the same time.
@@ -104,7 +110,6 @@ def join(
         rendezvous: Where and as whom.
         address: This node's own address, for the group's sockets.
         stop: Makes it give up, from another thread.
-        listener: The store, in the process that holds it.
 
     Raises:
         ConnectError: The protocols differ, not every member came in time, or it was stopped. Nothing is left
@@ -116,7 +121,7 @@ def join(
             "install the same version of asyncsync at both"
         )
     try:
-        store = listener.store if listener is not None else _connect(rendezvous, stop)
+        store = _connect(rendezvous, stop)
         named = PrefixStore(rendezvous.connection, store)
         _meet(rendezvous, named, stop)
         group = _group(rendezvous, named, address)
@@ -132,36 +137,40 @@ def _connect(rendezvous: Rendezvous, stop: threading.Event) -> TCPStore:
     """Connect to the source rank's store.
 
     The client looks its peer's name up and cannot be interrupted meanwhile: where a name server does not answer, that
-    takes five seconds. So it runs on a thread that can be left behind, and after a second a second one tries too.
+    takes five seconds. So it runs on a thread that can be left behind, and others try too if it takes long.
     """
     timeout = timedelta(seconds=min(rendezvous.join_timeout, _FORM_TIMEOUT))
     attempts: list[Future[TCPStore]] = []
-
-    def attempt() -> Future[TCPStore]:
-        future: Future[TCPStore] = Future()
-
-        def run() -> None:
-            try:
-                future.set_result(
-                    TCPStore(rendezvous.address, rendezvous.port, None, False, wait_for_workers=False, timeout=timeout)
-                )
-            except RuntimeError as error:
-                future.set_exception(error)
-
-        thread = threading.Thread(target=run, name="asyncsync-connect", daemon=True)
-        _aside.add(thread)
-        thread.start()
-        return future
-
     began = time.monotonic()
     while True:
-        if len(attempts) < 1 + (time.monotonic() - began >= _HEDGE):
-            attempts.append(attempt())
+        if len(attempts) < min(_ATTEMPTS, 1 + (time.monotonic() - began) // _HEDGE):
+            attempt: Future[TCPStore] = Future()
+            attempts.append(attempt)
+            _run_aside(
+                attempt,
+                lambda: TCPStore(
+                    rendezvous.address, rendezvous.port, None, False, wait_for_workers=False, timeout=timeout
+                ),
+            )
         for done in wait(attempts, timeout=_MEET_INTERVAL, return_when=FIRST_COMPLETED).done:
             if done.exception() is None or all(each.done() for each in attempts):
                 return done.result()
         if stop.is_set():
             raise ConnectError("joining was stopped")
+
+
+def _run_aside(future: Future[TCPStore], make: Callable[[], TCPStore]) -> None:
+    """Make a store on a thread that can be left behind."""
+
+    def run() -> None:
+        try:
+            future.set_result(make())
+        except RuntimeError as error:
+            future.set_exception(error)
+
+    thread = threading.Thread(target=run, name="asyncsync-connect", daemon=True)
+    _aside.add(thread)
+    thread.start()
 
 
 def _meet(rendezvous: Rendezvous, store: PrefixStore, stop: threading.Event) -> None:
