@@ -14,7 +14,9 @@ import asyncio
 import threading
 import uuid
 from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import anyio
@@ -244,20 +246,23 @@ class TrainerRank:
         users: list[asyncio.Future[None] | None] = [None] * BUFFERS  # of each buffer
         packed = 0
         try:
-            for bucket in plan.buckets:
+            position = 0
+            while position < len(plan.buckets):
                 if len(on_the_way) == IN_FLIGHT:
                     await on_the_way.popleft()
                 buffer = packed % BUFFERS
                 if (user := users[buffer]) is not None:
                     await user
                     users[buffer] = None
-                flat, handle, used = await guarded.run(self._start, link, plan, bucket, snapshot, buffer)
-                hashed = self._hasher.submit(hash_bucket, plan, bucket, flat, digests)
-                leaving = asyncio.ensure_future(_sent_and_hashed(link, bucket, handle, hashed))
-                on_the_way.append(leaving)
-                if used:
-                    users[buffer] = leaving
-                    packed += 1
+                buckets = plan.buckets[position : position + IN_FLIGHT - len(on_the_way)]
+                for started in await guarded.run(self._start, link, plan, buckets, snapshot, buffer):
+                    hashed = self._hasher.submit(hash_bucket, plan, started.bucket, started.flat, digests)
+                    leaving = asyncio.ensure_future(_sent_and_hashed(link, started, hashed))
+                    on_the_way.append(leaving)
+                    position += 1
+                    if started.packed:
+                        users[buffer] = leaving
+                        packed += 1
             while on_the_way:
                 await on_the_way.popleft()
         finally:
@@ -265,18 +270,26 @@ class TrainerRank:
         return digests.result()
 
     def _start(
-        self, link: Link, plan: Plan, bucket: Bucket, snapshot: Snapshot, buffer: int
-    ) -> tuple[Tensor, object, bool]:
-        """Start to send a bucket from where it lies, or else from a buffer; the last item says whether it took that."""
-        if (flat := in_place(plan, bucket, snapshot.tensors, self._device)) is not None:
-            return flat, link.start_send(flat), False
+        self, link: Link, plan: Plan, buckets: Sequence[Bucket], snapshot: Snapshot, buffer: int
+    ) -> list[_Started]:
+        """Start to send buckets from where they lie, up to and including the first that has to be packed."""
+        started: list[_Started] = []
+        for bucket in buckets:
+            flat = in_place(plan, bucket, snapshot.tensors, self._device)
+            if packed := flat is None:
+                flat = self._buffer(buffer, plan)[: bucket.nbytes]
+                pack(plan, bucket, snapshot.tensors, flat)
+            started.append(_Started(bucket, flat, link.start_send(flat), packed))
+            if packed:
+                break
+        return started
+
+    def _buffer(self, index: int, plan: Plan) -> Tensor:
         if not self._buffers or self._buffers[0].numel() < plan.largest_bucket:
             self._buffers = []  # free the old ones before the new ones are allocated
-        while len(self._buffers) <= buffer:
+        while len(self._buffers) <= index:
             self._buffers.append(torch.empty(plan.largest_bucket, dtype=torch.uint8, device=self._device))
-        flat = self._buffers[buffer][: bucket.nbytes]
-        pack(plan, bucket, snapshot.tensors, flat)
-        return flat, link.start_send(flat), True
+        return self._buffers[index]
 
     def _receipt(self, order: UpdateOrder, plan: Plan, digests: Digests) -> SendReceipt:
         if self._sent is not None and self._sent[0] == order.base_epoch:
@@ -329,11 +342,19 @@ class _Sending:
         self.ended = asyncio.Event()
 
 
-async def _sent_and_hashed(link: Link, bucket: Bucket, handle: object, hashed: Future[None]) -> None:
+@dataclass(frozen=True, slots=True)
+class _Started:
+    bucket: Bucket
+    flat: Tensor
+    handle: object
+    packed: bool
+
+
+async def _sent_and_hashed(link: Link, started: _Started, hashed: Future[None]) -> None:
     try:
-        await race({"sent": link.wait(handle), "hashed": asyncio.wrap_future(hashed)})
+        await race({"sent": link.wait(started.handle), "hashed": asyncio.wrap_future(hashed)})
     except TransferError as error:
-        error.bucket = bucket.index
+        error.bucket = started.bucket.index
         raise
 
 

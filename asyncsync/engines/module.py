@@ -301,11 +301,14 @@ class ModuleEngine:
         buckets = binding.plan.buckets
         on_the_way: deque[tuple[Bucket, Tensor, object]] = deque()
 
-        def start(bucket: Bucket) -> tuple[Bucket, Tensor, object]:
-            if bucket is buckets[0]:
+        def start(begun: int) -> list[tuple[Bucket, Tensor, object]]:
+            if begun == 0:
                 begin()
-            buffer = loader.target(bucket)
-            return bucket, buffer, link.start_receive(buffer)
+            started = []
+            for bucket in buckets[begun : begun + loader.in_flight - len(on_the_way)]:
+                buffer = loader.target(bucket)
+                started.append((bucket, buffer, link.start_receive(buffer)))
+            return started
 
         def begin() -> None:
             if not binding.fits(self.module):
@@ -328,15 +331,13 @@ class ModuleEngine:
         if not buckets:
             await self._worker.run(begin)
             return await self._worker.run(loader.digest)
-        # One trip to the worker a bucket each way: a tiny update has little else to wait for.
-        for bucket in buckets:
-            if len(on_the_way) == loader.in_flight:
-                await take_oldest()
-            on_the_way.append(await self._worker.run(start, bucket))
-        while len(on_the_way) > 1:
-            await take_oldest()
-        digest = await take_oldest()
-        assert digest is not None
+        # As few trips to the worker as can be: a small update has little else to wait for.
+        begun, digest = 0, None
+        while digest is None:
+            if begun < len(buckets):
+                on_the_way.extend(await self._worker.run(start, begun))
+                begun = on_the_way[-1][0].index + 1
+            digest = await take_oldest()
         return digest
 
     def _spoil(self, session: _Session, link: Link) -> None:
