@@ -317,7 +317,7 @@ async def test_two_conductors_at_once_never_publish_what_no_engine_holds() -> No
     succeeded: list[tuple[int, str]] = []
 
     async def update(trainer: nn.Module) -> None:
-        async with WeightSynchronizer(trainer, engines, timeout=20) as synchronizer:
+        async with WeightSynchronizer(trainer, engines, timeout=60) as synchronizer:
             for _ in range(5):
                 try:
                     result = await synchronizer.update_weights()
@@ -362,7 +362,7 @@ async def test_a_cancellation_that_comes_from_the_engine_is_the_engines_failure(
     async def cancel() -> None:
         raise asyncio.CancelledError
 
-    async with synced(timeout=20) as (trainer, engines, synchronizer):
+    async with synced(timeout=60) as (trainer, engines, synchronizer):
         engines[1].before[step] = cancel
         with pytest.raises(EngineError, match="ToldEngine-1 failed: CancelledError"):
             await synchronizer.update_weights()
@@ -401,7 +401,7 @@ async def test_guarded_sections_are_counted(monkeypatch: pytest.MonkeyPatch, off
             await turn()
         raise OSError("no")
 
-    async with WeightSynchronizer(nn.Linear(2, 2), [engine], offload=offload, timeout=20) as synchronizer:
+    async with WeightSynchronizer(nn.Linear(2, 2), [engine], offload=offload, timeout=60) as synchronizer:
         engine.before["join_group"] = fail_while_the_trainer_joins
         with pytest.raises(EngineError):
             await synchronizer.update_weights()
@@ -628,19 +628,24 @@ PHASES = dict(zip((*CONNECTING, *STAGED), ("describe", "connect", "connect", "tr
 
 @pytest.mark.parametrize("step", PHASES)
 async def test_an_engine_that_hangs_is_an_error_in_time_that_names_the_phase(step: str) -> None:
-    async with synced(timeout=4.0) as (trainer, engines, synchronizer):
+    async with synced(timeout=60) as (trainer, engines, synchronizer):
+        if step in STAGED:
+            await synchronizer.connect()
+        synchronizer._timeout = 4.0
         engines[1].before[step] = hanging()
         with pytest.raises(asyncsync.WeightUpdateTimeoutError, match="took longer than") as caught:
             await synchronizer.update_weights()
         assert caught.value.phase == PHASES[step]
+        synchronizer._timeout = 60.0
         engines[1].before.clear()
         await synchronizer.update_weights()
         assert [holds(engine, trainer) for engine in engines] == [True, True]
 
 
 async def test_a_generation_that_does_not_end_is_named() -> None:
-    async with synced(timeout=1.0, initial_version=0) as (_, engines, synchronizer):
+    async with synced(timeout=60, initial_version=0) as (_, engines, synchronizer):
         await synchronizer.connect()
+        synchronizer._timeout = 1.0
         async with synchronizer.generation():
             update = asyncio.create_task(synchronizer.update_weights(), name="trainer")
             with pytest.raises(asyncsync.WeightUpdateTimeoutError, match="generation did not end in time") as caught:
