@@ -49,11 +49,13 @@ _DROP_INTERVAL = 0.05  # seconds
 _WORD = "word"
 _KEPT = 4  # tensors of the last operations
 _EXIT_TIMEOUT = 2.0  # seconds that the interpreter's exit may wait for operations that were left behind
-_HEDGE = 0.5  # seconds until a connection to the store is tried once more, beside the earlier tries
+_CONNECT_EXIT_TIMEOUT = 20.0  # and for connections that were: they end by themselves in that time
+_HEDGE = 0.5  # seconds until a connection to the store is tried once more, beside the earlier tries; then doubled
 _ATTEMPTS = 4
 
 _links: weakref.WeakSet[BroadcastLink] = weakref.WeakSet()
 _aside: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+_connecting: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
 class Listener:
@@ -143,7 +145,7 @@ def _connect(rendezvous: Rendezvous, stop: threading.Event) -> TCPStore:
     attempts: list[Future[TCPStore]] = []
     began = time.monotonic()
     while True:
-        if len(attempts) < min(_ATTEMPTS, 1 + (time.monotonic() - began) // _HEDGE):
+        if len(attempts) < _ATTEMPTS and time.monotonic() - began >= _HEDGE * (2 ** len(attempts) - 1):
             attempt: Future[TCPStore] = Future()
             attempts.append(attempt)
             _run_aside(
@@ -169,7 +171,10 @@ def _run_aside(future: Future[TCPStore], make: Callable[[], TCPStore]) -> None:
             future.set_exception(error)
 
     thread = threading.Thread(target=run, name="asyncsync-connect", daemon=True)
-    _aside.add(thread)
+    if not _connecting:
+        atexit.unregister(_leave_all)
+        atexit.register(_leave_all)
+    _connecting.add(thread)
     thread.start()
 
 
@@ -324,9 +329,10 @@ def _leave_all() -> None:
     """At the interpreter's exit, while Python still runs: no group with threads of its own is left, if it can be."""
     for link in list(_links):
         link.close()
-    deadline = time.monotonic() + _EXIT_TIMEOUT
-    for thread in list(_aside):
-        thread.join(max(0.0, deadline - time.monotonic()))
+    began = time.monotonic()
+    for threads, timeout in ((_aside, _EXIT_TIMEOUT), (_connecting, _CONNECT_EXIT_TIMEOUT)):
+        for thread in list(threads):
+            thread.join(max(0.0, began + timeout - time.monotonic()))
 
 
 def _synchronize(work: Work) -> None:
