@@ -666,13 +666,14 @@ async def test_a_trainer_that_fails_is_a_trainer_error() -> None:
 # -- cancellation ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.timeout(400)  # some hundred connections, and a name server that drops look-ups makes each slow
 @BOTH
 @pytest.mark.parametrize("connected", [True, False], ids=["connected", "connecting"])
 async def test_cancelled_at_any_turn_of_the_loop_it_leaves_all_whole_and_the_next_update_works(
     staged: bool, connected: bool
 ) -> None:
     cancelled = 0
-    for turns in range(0, 400, 11):
+    for turns in range(0, 400, 7):
         async with synced(staged=staged) as (trainer, engines, synchronizer):
             if connected:
                 await synchronizer.update_weights()
@@ -696,7 +697,7 @@ async def test_cancelled_at_any_turn_of_the_loop_it_leaves_all_whole_and_the_nex
             assert [holds(engine, trainer) for engine in engines] == [True, True]
         if not update.cancelled():
             break
-    assert cancelled > 3
+    assert cancelled > 5
 
 
 # -- bad input -------------------------------------------------------------------------------------------------------
