@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any, Literal, TypeVar
@@ -21,6 +22,7 @@ from asyncsync.fanout import race, settle
 from asyncsync.fleet import Fleet, Member, is_ours
 from asyncsync.messages import (
     Backend,
+    Contacts,
     EngineStatus,
     Layout,
     Policy,
@@ -198,39 +200,47 @@ class Connection:
     async def _connect(self, clock: UpdateClock, trainer: TrainerStatus, engines: dict[Member, EngineStatus]) -> None:
         self._group = None  # until it is: a failed connect must not look like a connection (R13)
         join_timeout = min(JOIN_TIMEOUT, clock.limit("connect"))
-        opened = await call_trainer(lambda: self._trainer.open_group(join_timeout))
+        connection = secrets.token_hex(16)
         world_size = 1 + sum(status.world_size for status in engines.values())
         backend = self._choose_backend(trainer, engines)
 
         def rendezvous(rank: int) -> Rendezvous:
             return Rendezvous(
-                connection=opened.connection,
+                connection=connection,
                 backend=backend,
-                address=opened.address,
-                port=opened.port,
                 rank=rank,
                 world_size=world_size,
                 join_timeout=join_timeout,
                 operation_timeout=min(OPERATION_TIMEOUT, self._timeout),
             )
 
-        def join(member: Member, rank: int) -> Awaitable[None]:
-            return member.call(lambda engine: engine.join_group(rendezvous(rank)))
+        def open_group(member: Member, rank: int) -> Awaitable[Contacts]:
+            return member.call(lambda engine: engine.open_group(rendezvous(rank)))
 
-        joins: dict[object, Awaitable[None]] = {
-            self._trainer: call_trainer(lambda: self._trainer.join_trainer_group(rendezvous(0)))
+        def join_group(member: Member, contacts: Contacts) -> Awaitable[None]:
+            return member.call(lambda engine: engine.join_group(connection, contacts))
+
+        opened: dict[object, Awaitable[Contacts]] = {
+            self._trainer: call_trainer(lambda: self._trainer.open_trainer_group(rendezvous(0)))
         }
         rank = 1
         for member, status in engines.items():
-            joins[member] = join(member, rank)
+            opened[member] = open_group(member, rank)
             rank += status.world_size
         try:
-            await race(joins)
+            everyone: Contacts = {}
+            for contacts in (await race(opened)).values():
+                everyone |= contacts
+            joined: dict[object, Awaitable[None]] = {
+                self._trainer: call_trainer(lambda: self._trainer.join_trainer_group(connection, everyone))
+            }
+            joined |= {member: join_group(member, everyone) for member in engines}
+            await race(joined)
         except BaseException:
-            await shielded(self._leave(opened.connection))
+            await shielded(self._leave(connection))
             raise
-        self._group = (opened.connection, _instances(trainer, engines))
-        _log.debug("connected %s: %d members over %s", opened.connection[:8], world_size, backend)
+        self._group = (connection, _instances(trainer, engines))
+        _log.debug("connected %s: %d members over %s", connection[:8], world_size, backend)
 
     def _choose_backend(self, trainer: TrainerStatus, engines: dict[Member, EngineStatus]) -> Backend:
         if self._backend != "auto":
@@ -239,17 +249,15 @@ class Connection:
         return "nccl" if devices == {"cuda"} else "gloo"
 
     async def _leave(self, connection: str) -> None:
-        # Engines first: one that is still joining talks to the trainer's store, and could only wait for a timeout if
-        # that were gone.
-        engines = await self._fleet.each(lambda engine: engine.leave_group(connection), timeout=self._cleanup_timeout)
-        trainer = await settle(
-            {
-                "trainer": call_trainer(
-                    lambda: self._trainer.leave_trainer_group(connection), timeout=self._cleanup_timeout
-                )
-            }
-        )
-        for result in (*engines.values(), *trainer.values()):
+        timeout = self._cleanup_timeout
+        ends: dict[object, Awaitable[None]] = {
+            "trainer": call_trainer(lambda: self._trainer.leave_trainer_group(connection), timeout=timeout)
+        }
+        ends |= {
+            member: member.call(lambda engine: engine.leave_group(connection), timeout)
+            for member in self._fleet.members
+        }
+        for result in (await settle(ends)).values():
             if isinstance(result, Exception):
                 _log.info("leaving group %s: %s", connection[:8], result)
 

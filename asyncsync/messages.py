@@ -21,6 +21,9 @@ PROTOCOL_VERSION = 1
 
 Backend: TypeAlias = Literal["gloo", "nccl"]
 
+Contacts: TypeAlias = dict[str, bytes]
+"""What a group's members must know to reach others of them; made and read by the transport alone."""
+
 Policy: TypeAlias = Literal["drain", "abort", "recompute", "continue"]
 """What happens to requests in flight: they finish first, end now, or go on with the cache recomputed or kept."""
 
@@ -71,7 +74,6 @@ class TrainerStatus:
 
     Attributes:
         instance: Differs for every process (or object) that ever was this rank.
-        address: Where its group can be reached.
         device: Device type of its weights.
         connection: The group it is in, if any.
         plan_digest: Digest of its plan.
@@ -81,7 +83,6 @@ class TrainerStatus:
     """
 
     instance: str
-    address: str
     device: str
     connection: str | None
     plan_digest: str
@@ -132,8 +133,6 @@ class Rendezvous:
     Attributes:
         connection: Its name, random and never used again: who does not know it cannot join.
         backend: Chosen once, for all ends (R10).
-        address: Where the source rank's store listens.
-        port: Its port, held by the store from before it was told.
         rank: This member's rank (its first, if it has several); the source is rank 0.
         world_size: Members in all.
         join_timeout: Seconds to wait for the other members.
@@ -143,8 +142,6 @@ class Rendezvous:
 
     connection: str
     backend: Backend
-    address: str
-    port: int
     rank: int
     world_size: int
     join_timeout: float

@@ -3,14 +3,17 @@
 Blocking work (collectives, gathers, packing, hashing, loading) must not run on an event loop (R8), and much of it must
 run on *one* thread: collectives keep their order that way, and torch_memory_saver's flag belongs to a thread (R9).
 A ``ThreadPoolExecutor`` of one worker would do, but it is joined when the interpreter exits, so one collective stuck
-on a dead peer would hold the program for its whole timeout. This thread is a daemon.
+on a dead peer would hold the program for its whole timeout. This thread is a daemon, and is waited for at exit, but not
+long: one that lets go of a tensor while the interpreter shuts down would end the process with SIGABRT.
 """
 
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextvars
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -22,6 +25,9 @@ from asyncsync.errors import ClosedError
 P = ParamSpec("P")
 T = TypeVar("T")
 _Jobs: TypeAlias = "SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]"
+
+_EXIT_TIMEOUT = 2.0  # seconds that the interpreter's exit may wait for jobs that run
+_threads: weakref.WeakKeyDictionary[threading.Thread, _Jobs] = weakref.WeakKeyDictionary()
 
 
 class WorkerThread:
@@ -51,6 +57,10 @@ class WorkerThread:
             raise ClosedError(f"thread {self.name!r} is closed")
         if self._thread is None:
             self._thread = threading.Thread(target=_work, args=(self._jobs,), name=self.name, daemon=True)
+            if not _threads:
+                atexit.unregister(_end_all)
+                atexit.register(_end_all)
+            _threads[self._thread] = self._jobs
             self._thread.start()
             weakref.finalize(self, self._jobs.put, None)  # the thread does not know its owner, and ends with it
         context = contextvars.copy_context()
@@ -76,6 +86,14 @@ class WorkerThread:
         if not self._closed:
             self._closed = True
             self._jobs.put(None)
+
+
+def _end_all() -> None:
+    for jobs in list(_threads.values()):
+        jobs.put(None)
+    deadline = time.monotonic() + _EXIT_TIMEOUT
+    for thread in list(_threads):
+        thread.join(max(0.0, deadline - time.monotonic()))
 
 
 def _work(jobs: _Jobs) -> None:

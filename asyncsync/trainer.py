@@ -11,7 +11,6 @@ large contiguous tensor needs no buffer: it is sent, and hashed, from where it l
 from __future__ import annotations
 
 import asyncio
-import threading
 import uuid
 from collections import deque
 from collections.abc import Sequence
@@ -28,9 +27,9 @@ from asyncsync import cluster
 from asyncsync.buckets import Bucket, Plan, plan_buckets
 from asyncsync.digests import Digests, StreamingDigests, combine
 from asyncsync.errors import ConnectError, OutOfStepError, TransferError
-from asyncsync.fanout import end, race
+from asyncsync.fanout import end, race, settle
 from asyncsync.guard import MemorySaverGuard, memory_saver_guard
-from asyncsync.messages import ReadOptions, Rendezvous, SendReceipt, TrainerStatus, UpdateOrder
+from asyncsync.messages import Contacts, ReadOptions, Rendezvous, SendReceipt, TrainerStatus, UpdateOrder
 from asyncsync.packing import hash_bucket, in_place, pack
 from asyncsync.shield import shielded
 from asyncsync.threads import WorkerThread
@@ -52,12 +51,12 @@ class Trainer(Protocol):
         """Read names, dtypes and shapes, and plan. The tensors are left out if the plan is the known one."""
         ...
 
-    async def open_group(self, timeout: float) -> Rendezvous:
-        """Hold a port for a new group; the rendezvous that is returned still lacks rank and size."""
+    async def open_trainer_group(self, rendezvous: Rendezvous) -> Contacts:
+        """Leave the group it is in, if any, and begin to join this one; returns how this rank is reached."""
         ...
 
-    async def join_trainer_group(self, rendezvous: Rendezvous) -> None:
-        """Collective. Join the group that was opened, as its source."""
+    async def join_trainer_group(self, connection: str, contacts: Contacts) -> None:
+        """Collective. Join the group that was opened, whose members are reached like this."""
         ...
 
     async def leave_trainer_group(self, connection: str) -> None:
@@ -103,8 +102,8 @@ class TrainerRank:
         self._instance = uuid.uuid4().hex
         self._sender_thread = WorkerThread("asyncsync-sender")
         self._hasher = WorkerThread("asyncsync-hasher")
-        self._listener: broadcast.Listener | None = None
         self._link: Link | None = None
+        self._joining: tuple[broadcast.Joining, asyncio.Future[None]] | None = None
         self._options: ReadOptions | None = None
         self._plan: Plan | None = None
         self._buffers: list[Tensor] = []
@@ -127,7 +126,6 @@ class TrainerRank:
         self._plan = plan
         return TrainerStatus(
             instance=self._instance,
-            address=cluster.node_address(),
             device=next((tensor.device.type for tensor in snapshot.tensors), "cpu"),
             connection=self._link.connection if self._link else None,
             plan_digest=plan.digest,
@@ -145,64 +143,73 @@ class TrainerRank:
         return plan, snapshot
 
     @cluster.control
-    async def open_group(self, timeout: float) -> Rendezvous:
+    async def open_trainer_group(self, rendezvous: Rendezvous) -> Contacts:
         """See :class:`Trainer`.
 
         Raises:
-            ConnectError: No port can be had on this node's address.
+            ConnectError: This end cannot be reached, or speaks another protocol.
+            MemorySaverError: The guard could not be entered.
         """
+        await self._stop_joining()
         await self._close_guarded()
-        # A store is sockets and host memory: nothing that the guard is for.
-        listener = await self._sender.run(broadcast.Listener, cluster.node_address(), timeout=timeout)
-        self._listener = listener
-        return Rendezvous(
-            connection=listener.connection,
-            backend="gloo",
-            address=listener.address,
-            port=listener.port,
-            rank=0,
-            world_size=0,
-            join_timeout=timeout,
-            operation_timeout=timeout,
-        )
+        joining = broadcast.Joining(rendezvous, address=cluster.node_address())
+        joined = asyncio.ensure_future(self._join_guarded(joining))
+        self._joining = joining, joined
+        contacts = asyncio.ensure_future(joining.contacts())
+        try:
+            await asyncio.wait((contacts, joined), return_when=asyncio.FIRST_COMPLETED)
+            if not contacts.done():
+                await joined  # it failed before it came to its group
+            return await contacts
+        finally:
+            contacts.cancel()
 
     @cluster.control
-    async def join_trainer_group(self, rendezvous: Rendezvous) -> None:
+    async def join_trainer_group(self, connection: str, contacts: Contacts) -> None:
         """See :class:`Trainer`.
 
         Raises:
-            ConnectError: Not every member came in time.
+            ConnectError: A member could not be reached, or the group was closed meanwhile.
         """
-        stop = threading.Event()
-        async with self._guard() as guarded:
-            await guarded.run(self._join, rendezvous, stop, on_cancel=stop.set)
-
-    def _join(self, rendezvous: Rendezvous, stop: threading.Event) -> None:
-        listener = self._listener
-        if listener is None or listener.connection != rendezvous.connection:
+        if self._joining is None or self._joining[0].rendezvous.connection != connection:
             raise ConnectError("the group to join was closed meanwhile")
-        self._link = broadcast.join(rendezvous, address=cluster.node_address(), stop=stop)
-        self._device = "cuda" if rendezvous.backend == "nccl" else "cpu"
+        joining, joined = self._joining
+        joining.introduce(contacts)
+        await asyncio.shield(joined)
+
+    async def _join_guarded(self, joining: broadcast.Joining) -> None:
+        async with self._guard() as guarded:
+            await guarded.run(self._join, joining, on_cancel=joining.stop)
+
+    def _join(self, joining: broadcast.Joining) -> None:
+        self._link = joining.join()
+        self._device = "cuda" if joining.rendezvous.backend == "nccl" else "cpu"
         self._buffers = []
 
     @cluster.control
     async def leave_trainer_group(self, connection: str) -> None:
         """See :class:`Trainer`."""
-        await self._sender.run(lambda: None)  # a join that was cancelled may still run
-        if self._listener is not None and self._listener.connection == connection:
+        if self._joining is not None and self._joining[0].rendezvous.connection == connection:
+            await self._stop_joining()
+        if self._link is not None and self._link.connection == connection:
             await self._close_guarded()
 
+    async def _stop_joining(self) -> None:
+        if self._joining is not None:
+            joining, joined = self._joining
+            self._joining = None
+            joining.stop()
+            await settle({"joined": joined})
+
     async def _close_guarded(self) -> None:
-        if self._link is None:
-            self._listener = None
-        else:
+        if self._link is not None:
             async with self._guard() as guarded:
                 await guarded.run(self._close)
 
     def _close(self) -> None:
         if self._link is not None:
             self._link.close()
-        self._link = self._listener = None
+        self._link = None
 
     @cluster.control
     async def send_weights(self, order: UpdateOrder) -> SendReceipt:
@@ -388,12 +395,12 @@ class RemoteTrainer:
         status: TrainerStatus = await cluster.call(self.handle, "describe_weights", options, known_digest)
         return status
 
-    async def open_group(self, timeout: float) -> Rendezvous:
-        rendezvous: Rendezvous = await cluster.call(self.handle, "open_group", timeout)
-        return rendezvous
+    async def open_trainer_group(self, rendezvous: Rendezvous) -> Contacts:
+        contacts: Contacts = await cluster.call(self.handle, "open_trainer_group", rendezvous)
+        return contacts
 
-    async def join_trainer_group(self, rendezvous: Rendezvous) -> None:
-        await cluster.call(self.handle, "join_trainer_group", rendezvous)
+    async def join_trainer_group(self, connection: str, contacts: Contacts) -> None:
+        await cluster.call(self.handle, "join_trainer_group", connection, contacts)
 
     async def leave_trainer_group(self, connection: str) -> None:
         await cluster.call(self.handle, "leave_trainer_group", connection)

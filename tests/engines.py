@@ -13,10 +13,10 @@ from torch import Tensor, nn
 import asyncsync
 from asyncsync.buckets import Bucket
 from asyncsync.engines import EngineReceipt, RolloutEngine
-from asyncsync.messages import EngineStatus, Layout, Policy, Rendezvous, UpdateOrder
+from asyncsync.messages import Contacts, EngineStatus, Layout, Policy, Rendezvous, UpdateOrder
 from tests.sample import Zoo, contents
 
-CONNECTING = ("describe_engine", "accept_layout", "join_group")
+CONNECTING = ("describe_engine", "accept_layout", "open_group", "join_group")
 """The calls before a first update."""
 
 STAGED = ("receive_weights", "finish_weight_update")
@@ -56,8 +56,11 @@ class ToldEngine(asyncsync.ModuleEngine):
     async def accept_layout(self, layout: Layout) -> None:
         await self._told("accept_layout", super().accept_layout(layout))
 
-    async def join_group(self, rendezvous: Rendezvous) -> None:
-        await self._told("join_group", super().join_group(rendezvous))
+    async def open_group(self, rendezvous: Rendezvous) -> Contacts:
+        return await self._told("open_group", super().open_group(rendezvous))  # type: ignore[no-any-return]
+
+    async def join_group(self, connection: str, contacts: Contacts) -> None:
+        await self._told("join_group", super().join_group(connection, contacts))
 
     async def pause_generation(self, epoch: int, policy: Policy) -> None:
         await self._told("pause_generation", super().pause_generation(epoch, policy))

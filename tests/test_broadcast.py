@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import socket
+import subprocess
+import sys
+import textwrap
 import threading
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 
+import psutil
 import pytest
 import torch
 
 from asyncsync.errors import ConnectError, TransferError
-from asyncsync.messages import Rendezvous
+from asyncsync.messages import Contacts, Rendezvous
 from asyncsync.threads import WorkerThread
-from asyncsync.transports.broadcast import BroadcastLink, Listener, join
+from asyncsync.transports.broadcast import BroadcastLink, Joining
 from tests.sample import random_bytes
 
 pytestmark = pytest.mark.asyncio
@@ -23,40 +26,38 @@ pytestmark = pytest.mark.asyncio
 ADDRESS = "127.0.0.1"
 
 
-def rendezvous(listener: Listener, rank: int, size: int, **changes: float) -> Rendezvous:
+def rendezvous(rank: int, size: int, **changes: float) -> Rendezvous:
     base = Rendezvous(
-        connection=listener.connection,
-        backend="gloo",
-        address=listener.address,
-        port=listener.port,
-        rank=rank,
-        world_size=size,
-        join_timeout=10,
-        operation_timeout=30,
+        connection="a group", backend="gloo", rank=rank, world_size=size, join_timeout=10, operation_timeout=30
     )
     return replace(base, **changes)  # type: ignore[arg-type]
 
 
 @asynccontextmanager
+async def joining(rank: int, size: int, **changes: float) -> AsyncIterator[tuple[Joining, Awaitable[BroadcastLink]]]:
+    """A member that joins, on a thread of its own."""
+    worker, member = WorkerThread(f"rank {rank}"), Joining(rendezvous(rank, size, **changes), address=ADDRESS)
+    joined = asyncio.wrap_future(worker.submit(member.join))
+    yield member, joined
+    member.stop()
+    await asyncio.wait([joined])
+    worker.close()
+
+
+@asynccontextmanager
 async def group(size: int, **changes: float) -> AsyncIterator[list[BroadcastLink]]:
     """A connected group, each member with a thread of its own."""
-    listener = Listener(ADDRESS, timeout=10)
-    workers = [WorkerThread(f"rank {rank}") for rank in range(size)]
-    joins = [
-        workers[rank].run(
-            join,
-            rendezvous(listener, rank, size, **changes),
-            address=ADDRESS,
-            stop=threading.Event(),
-        )
-        for rank in range(size)
-    ]
-    links = await asyncio.gather(*joins)
-    yield links
-    for link in links:
-        link.close()
-    for worker in workers:
-        worker.close()
+    async with AsyncExitStack() as stack:
+        members = [await stack.enter_async_context(joining(rank, size, **changes)) for rank in range(size)]
+        contacts: Contacts = {}
+        for member, _ in members:
+            contacts |= await member.contacts()
+        for member, _ in members:
+            member.introduce(contacts)
+        links = [await joined for _, joined in members]
+        yield links
+        for link in links:
+            link.close()
 
 
 async def test_buckets_arrive_in_order_with_several_on_their_way() -> None:
@@ -73,51 +74,66 @@ async def test_buckets_arrive_in_order_with_several_on_their_way() -> None:
 
 
 async def test_a_member_that_does_not_come_is_an_error_in_time() -> None:
-    listener = Listener(ADDRESS, timeout=10)
-    with pytest.raises(ConnectError, match=r"rank 0 waited 0\.2 s in vain: 1 of 2 members came"):
-        await asyncio.to_thread(
-            join,
-            rendezvous(listener, 0, 2, join_timeout=0.2),
-            address=ADDRESS,
-            stop=threading.Event(),
-        )
+    async with joining(0, 2, join_timeout=0.2) as (member, joined):
+        assert len(await member.contacts()) == 1
+        with pytest.raises(ConnectError, match=r"rank 0 of 2 .* the other members did not come within 0\.2 s"):
+            await joined
 
 
 async def test_joining_can_be_stopped() -> None:
-    listener, stop, worker = Listener(ADDRESS, timeout=10), threading.Event(), WorkerThread("rank 0")
-    joining = worker.submit(join, rendezvous(listener, 0, 2), address=ADDRESS, stop=stop)
-    assert not joining.done()
-    stop.set()
-    with pytest.raises(ConnectError, match="stopped"):
-        await asyncio.wrap_future(joining)
-    worker.close()
+    async with joining(0, 2) as (member, joined):
+        await member.contacts()  # it waits for the other now
+        member.stop()
+        with pytest.raises(ConnectError, match="joining was stopped"):
+            await joined
 
 
-async def test_nobody_listening_is_an_error_in_time() -> None:
-    listener = Listener(ADDRESS, timeout=10)
-    nowhere = rendezvous(listener, 1, 2, join_timeout=0.2)
-    del listener
-    with pytest.raises(ConnectError, match="could not join"):
-        await asyncio.to_thread(join, nowhere, address=ADDRESS, stop=threading.Event())
+async def test_a_join_that_is_stopped_before_it_begins_makes_nothing() -> None:
+    member = Joining(rendezvous(0, 2), address=ADDRESS)
+    member.stop()
+    with pytest.raises(ConnectError, match="joining was stopped"):
+        await asyncio.to_thread(member.join)
 
 
 async def test_another_protocol_is_refused_before_anything_is_tried() -> None:
-    listener = Listener(ADDRESS, timeout=10)
     with pytest.raises(ConnectError, match="protocol 1, the other 99"):
-        join(rendezvous(listener, 0, 2, protocol=99), address=ADDRESS, stop=threading.Event())
+        Joining(rendezvous(0, 2, protocol=99), address=ADDRESS)
 
 
-async def test_an_address_that_is_not_ours_cannot_be_listened_on() -> None:
-    with pytest.raises(ConnectError, match="cannot listen on"):
-        Listener("192.0.2.1", timeout=1)
+async def test_an_address_that_is_not_ours_is_told_to_whoever_asks() -> None:
+    member = Joining(rendezvous(0, 2), address="192.0.2.1")
+    with pytest.raises(ConnectError, match=r"192\.0\.2\.1"):
+        await asyncio.to_thread(member.join)
+    with pytest.raises(ConnectError, match=r"192\.0\.2\.1"):
+        await member.contacts()
 
 
-async def test_the_store_listens_on_its_address_only() -> None:
-    listener = Listener(ADDRESS, timeout=10)
-    with socket.create_connection((ADDRESS, listener.port), timeout=5):
-        pass
-    with pytest.raises(OSError):  # noqa: PT011 - refused: 127.0.0.2 is this machine too
-        socket.create_connection(("127.0.0.2", listener.port), timeout=5)
+async def test_a_group_listens_on_its_address_only() -> None:
+    async with group(2):
+        own = [one for one in psutil.Process().net_connections("tcp") if one.status == psutil.CONN_LISTEN]
+        assert own
+        assert {one.laddr.ip for one in own} == {ADDRESS}
+
+
+async def test_a_process_that_ends_while_it_joins_ends_cleanly() -> None:
+    script = """
+        import asyncio
+        from asyncsync.messages import Contacts, Rendezvous
+        from asyncsync.threads import WorkerThread
+        from asyncsync.transports.broadcast import Joining
+
+        async def main():
+            seat = Rendezvous(connection="a group", backend="gloo", rank=0, world_size=2, join_timeout=60,
+                              operation_timeout=60)
+            member = Joining(seat, address="127.0.0.1")
+            WorkerThread("rank 0").submit(member.join)
+            await member.contacts()
+
+        asyncio.run(main())
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    ended = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 async def test_an_operation_whose_peer_is_silent_ends_by_itself() -> None:

@@ -623,7 +623,9 @@ async def test_several_engines_that_fail_are_a_group() -> None:
         assert synchronizer.weight_version is None
 
 
-PHASES = dict(zip((*CONNECTING, *STAGED), ("describe", "connect", "connect", "transfer", "finish"), strict=True))
+PHASES = dict(
+    zip((*CONNECTING, *STAGED), ("describe", "connect", "connect", "connect", "transfer", "finish"), strict=True)
+)
 
 
 @pytest.mark.parametrize("step", PHASES)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from asyncsync.messages import EngineStatus, Layout, Policy, Rendezvous, UpdateOrder
+from asyncsync.messages import Contacts, EngineStatus, Layout, Policy, Rendezvous, UpdateOrder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,11 +23,11 @@ class EngineReceipt:
 class RolloutEngine(Protocol):
     """An engine as the conductor sees it: the steps of a weight update, each one awaited call.
 
-    The first time, and after any failure, the conductor calls ``describe_engine``, then ``accept_layout`` and
-    ``join_group`` if something is new. An update of staged engines is ``receive_weights`` and ``finish_weight_update``;
-    one of in-place engines ``pause_generation``, ``receive_weights``, ``finish_weight_update`` and
-    ``resume_generation``. After a failure it calls ``abort_weight_update`` instead of finishing. Every call must be
-    answered while another is running, and while the engine generates.
+    The first time, and after any failure, the conductor calls ``describe_engine``, then ``accept_layout``,
+    ``open_group`` and ``join_group`` if something is new. An update of staged engines is ``receive_weights`` and
+    ``finish_weight_update``; one of in-place engines ``pause_generation``, ``receive_weights``,
+    ``finish_weight_update`` and ``resume_generation``. After a failure it calls ``abort_weight_update`` instead of
+    finishing. Every call must be answered while another is running, and while the engine generates.
 
     Every call may be cancelled. Every call with an epoch older than the newest the engine has seen must be refused
     with an :class:`~asyncsync.errors.EngineError`, and change nothing.
@@ -45,8 +45,19 @@ class RolloutEngine(Protocol):
         """
         ...
 
-    async def join_group(self, rendezvous: Rendezvous) -> None:
-        """Leave the group it is in, if any, and join this one.
+    async def open_group(self, rendezvous: Rendezvous) -> Contacts:
+        """Leave the group it is in, if any, and begin to join this one; does not wait for the other members.
+
+        Returns:
+            How its ranks are reached, for the others.
+
+        Raises:
+            ConnectError: It could not; it is in no group then.
+        """
+        ...
+
+    async def join_group(self, connection: str, contacts: Contacts) -> None:
+        """Collective. Join the group that was opened, whose members are reached like this.
 
         Raises:
             ConnectError: It could not; it is in no group then.
@@ -54,7 +65,7 @@ class RolloutEngine(Protocol):
         ...
 
     async def leave_group(self, connection: str) -> None:
-        """Leave a group; no error if it is in another, or in none."""
+        """Leave a group, joined or only opened; no error if it is in another, or in none."""
         ...
 
     async def pause_generation(self, epoch: int, policy: Policy) -> None:

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import threading
 import uuid
 from collections import deque
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from types import TracebackType
 
@@ -27,8 +27,8 @@ from asyncsync.engines.base import EngineReceipt
 from asyncsync.engines.binding import Binding, bind
 from asyncsync.engines.gate import GenerationGate
 from asyncsync.engines.loading import InPlaceLoader, Loader, StagedLoader
-from asyncsync.errors import EngineError, OutOfStepError, PlanError, TaintedEngineError, TransferError
-from asyncsync.messages import EngineStatus, Layout, Policy, Rendezvous, UpdateOrder
+from asyncsync.errors import ConnectError, EngineError, OutOfStepError, PlanError, TaintedEngineError, TransferError
+from asyncsync.messages import Contacts, EngineStatus, Layout, Policy, Rendezvous, UpdateOrder
 from asyncsync.packing import digest_weights
 from asyncsync.shield import shielded
 from asyncsync.threads import WorkerThread
@@ -90,6 +90,7 @@ class ModuleEngine:
         self._binding: Binding | None = None
         self._loader: Loader | None = None
         self._link: Link | None = None
+        self._joining: tuple[broadcast.Joining, Future[None]] | None = None
         self._session: _Session | None = None
 
     @property
@@ -156,26 +157,40 @@ class ModuleEngine:
         self._binding, self._loader = binding, None
 
     @cluster.control
-    async def join_group(self, rendezvous: Rendezvous) -> None:
-        """See :meth:`asyncsync.RolloutEngine.join_group`."""
+    async def open_group(self, rendezvous: Rendezvous) -> Contacts:
+        """See :meth:`asyncsync.RolloutEngine.open_group`."""
+        self._stop_joining()
         self._close_link()
-        stop = threading.Event()
-        try:
-            await self._worker.run(self._join, rendezvous, stop)
-        except asyncio.CancelledError:
-            stop.set()
-            raise
+        joining = broadcast.Joining(rendezvous, address=cluster.node_address())
+        self._joining = joining, self._worker.submit(self._join, joining)
+        return await joining.contacts()
 
-    def _join(self, rendezvous: Rendezvous, stop: threading.Event) -> None:
+    @cluster.control
+    async def join_group(self, connection: str, contacts: Contacts) -> None:
+        """See :meth:`asyncsync.RolloutEngine.join_group`."""
+        if self._joining is None or self._joining[0].rendezvous.connection != connection:
+            raise ConnectError("the group to join was closed meanwhile")
+        joining, joined = self._joining
+        joining.introduce(contacts)
+        await asyncio.wrap_future(joined)
+
+    def _join(self, joining: broadcast.Joining) -> None:
         # Sets the link itself: if the waiting call is cancelled, leave_group (queued behind) still finds it.
-        self._link = broadcast.join(rendezvous, address=cluster.node_address(), stop=stop)
+        self._link = joining.join()
         self._loader = None
-        self._receive_device = "cuda" if rendezvous.backend == "nccl" else "cpu"
+        self._receive_device = "cuda" if joining.rendezvous.backend == "nccl" else "cpu"
 
     @cluster.control
     async def leave_group(self, connection: str) -> None:
         """See :meth:`asyncsync.RolloutEngine.leave_group`."""
+        if self._joining is not None and self._joining[0].rendezvous.connection == connection:
+            self._stop_joining()
         await self._worker.run(self._leave, connection)
+
+    def _stop_joining(self) -> None:
+        if self._joining is not None:
+            self._joining[0].stop()
+            self._joining = None
 
     def _leave(self, connection: str) -> None:
         if self._link is not None and self._link.connection == connection:

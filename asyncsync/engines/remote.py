@@ -6,7 +6,7 @@ from typing import Any
 
 from asyncsync import cluster
 from asyncsync.engines.base import EngineReceipt, RolloutEngine
-from asyncsync.messages import EngineStatus, Layout, Policy, Rendezvous, UpdateOrder
+from asyncsync.messages import Contacts, EngineStatus, Layout, Policy, Rendezvous, UpdateOrder
 
 ENGINE_METHODS = tuple(name for name in vars(RolloutEngine) if not name.startswith("_"))
 """The names of the protocol's methods."""
@@ -41,8 +41,12 @@ class RemoteEngine:
     async def accept_layout(self, layout: Layout) -> None:
         await cluster.call(self.handle, "accept_layout", layout)
 
-    async def join_group(self, rendezvous: Rendezvous) -> None:
-        await cluster.call(self.handle, "join_group", rendezvous)
+    async def open_group(self, rendezvous: Rendezvous) -> Contacts:
+        contacts: Contacts = await cluster.call(self.handle, "open_group", rendezvous)
+        return contacts
+
+    async def join_group(self, connection: str, contacts: Contacts) -> None:
+        await cluster.call(self.handle, "join_group", connection, contacts)
 
     async def leave_group(self, connection: str) -> None:
         await cluster.call(self.handle, "leave_group", connection)

@@ -2,228 +2,157 @@
 
 The group is independent of ``torch.distributed``'s global state: its store and its group object belong to the link,
 many can exist beside the trainer's own groups, and leaving one touches no other. Every bucket is broadcast as a flat
-uint8 tensor, since gloo refuses many dtypes and a tensor is its bytes anyway. This is the only module that uses
+uint8 tensor, since gloo refuses many dtypes and a tensor is its bytes anyway. This floor is the only one that uses
 ``torch.distributed``.
 
-Three facts shape it. A gloo operation whose peer is gone cannot be interrupted, only left to run into its timeout; so
+Four facts shape it. A gloo operation whose peer is gone cannot be interrupted, only left to run into its timeout; so
 operations have a finite timeout, waits can be abandoned, and a closed link keeps its group alive aside until its last
-operation has ended. A process group must not be dropped on one of its own threads, or while it is busy, since its
-destructor waits; so it is dropped on a thread made for that. And no Python code may run on gloo's threads: a callback
-on an operation that was left behind and ends while the interpreter shuts down would end the process with SIGABRT (its
-thread asks for the GIL, is unwound by Python, and C++ calls that a terminate; Python 3.14 hangs such threads instead).
-So completion is looked at, every millisecond while an operation runs; a bucket takes a hundred. For the same reason a
-link keeps the tensors of its last operations, lest one of gloo's threads be the last to let go of a Python object, and
-links that are still open are closed when the interpreter exits.
-
-The store's socket is bound and listening before its port is told to anyone, on this node's address only, and a
-member must know the connection's random name to find the group in it.
+operation has ended. Nor can the forming of a group, once a member was told of others that then do not come; so it runs
+on a thread that can be left behind, too. A process group must not be dropped on one of its own threads, or while it is
+busy, since its destructor waits; so it is dropped on a thread made for that. And no Python code may run on gloo's
+threads: a callback on an operation that was left behind and ends while the interpreter shuts down would end the process
+with SIGABRT (its thread asks for the GIL, is unwound by Python, and C++ calls that a terminate; Python 3.14 hangs such
+threads instead). So completion is looked at, every millisecond while an operation runs; a bucket takes a hundred. For
+the same reason a link keeps the tensors of its last operations, lest one of gloo's threads be the last to let go of a
+Python object, and links that are still open are closed when the interpreter exits.
 """
 
 from __future__ import annotations
 
 import asyncio
 import atexit
-import secrets
-import socket
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroup, TCPStore, Work  # type: ignore[attr-defined]
+from torch.distributed import BroadcastOptions, ProcessGroup, Work
 
 from asyncsync.errors import ConnectError, TransferError
-from asyncsync.messages import PROTOCOL_VERSION, Rendezvous
+from asyncsync.messages import PROTOCOL_VERSION, Contacts, Rendezvous
+from asyncsync.transports.meeting import MeetingStore
 
-_MEET_INTERVAL = 0.002  # seconds
 _FORM_TIMEOUT = 10.0  # seconds for the group to form once every member is there; it takes milliseconds
 _SPIN = 0.0005  # seconds that a small operation is waited for without sleeping
 _POLL_INTERVAL = 0.001  # seconds
 _DROP_INTERVAL = 0.05  # seconds
-_WORD = "word"
 _KEPT = 4  # tensors of the last operations
 _EXIT_TIMEOUT = 2.0  # seconds that the interpreter's exit may wait for operations that were left behind
-_CONNECT_EXIT_TIMEOUT = 20.0  # and for connections that were: they end by themselves in that time
-_HEDGE = 0.5  # seconds until a connection to the store is tried once more, beside the earlier tries; then doubled
-_ATTEMPTS = 4
 
+_joinings: weakref.WeakSet[Joining] = weakref.WeakSet()
 _links: weakref.WeakSet[BroadcastLink] = weakref.WeakSet()
 _aside: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
-_connecting: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
-class Listener:
-    """The source rank's store: it holds the port at which the others find each other.
-
-    Args:
-        address: This node's address, as the other members reach it.
-        timeout: Seconds a store operation may take.
-
-    Attributes:
-        connection: A fresh random name for the group.
-        address: The address it listens on.
-        port: The port it holds.
-
-    Raises:
-        ConnectError: It cannot listen there.
-    """
-
-    def __init__(self, address: str, *, timeout: float) -> None:
-        self.connection = secrets.token_hex(16)
-        self.address = address
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        with socket.socket(family, socket.SOCK_STREAM) as listening:
-            try:
-                listening.bind((address, 0))
-                listening.listen(1024)
-            except OSError as error:
-                raise ConnectError(f"cannot listen on {address}: {error}") from error
-            self.port = int(listening.getsockname()[1])
-            descriptor = listening.detach()
-        # The server answers from now on. Making it also connects a client of its own, which may take long (see
-        # _connect) and which nobody needs: a thread does that, and the server lives as long as its future.
-        self._server: Future[TCPStore] = Future()
-        _run_aside(
-            self._server,
-            lambda: TCPStore(
-                address,
-                self.port,
-                None,
-                True,
-                wait_for_workers=False,
-                timeout=timedelta(seconds=timeout),
-                master_listen_fd=descriptor,
-            ),
-        )
-
-
-def join(rendezvous: Rendezvous, *, address: str, stop: threading.Event) -> BroadcastLink:
-    """Join a group and wait for its other members. Blocks: call it on the member's worker thread.
-
-    Collective. Every member calls it at about the same time.
+class Joining:
+    """A group that is being joined, in two steps: one's own contacts first, then those of all.
 
     Args:
-        rendezvous: Where and as whom.
+        rendezvous: Which group, and as whom.
         address: This node's own address, for the group's sockets.
-        stop: Makes it give up, from another thread.
 
     Raises:
-        ConnectError: The protocols differ, not every member came in time, or it was stopped. Nothing is left
-            half-open.
+        ConnectError: The two ends speak different protocols.
     """
-    if rendezvous.protocol != PROTOCOL_VERSION:
-        raise ConnectError(
-            f"this end speaks asyncsync protocol {PROTOCOL_VERSION}, the other {rendezvous.protocol}: "
-            "install the same version of asyncsync at both"
-        )
-    try:
-        store = _connect(rendezvous, stop)
-        named = PrefixStore(rendezvous.connection, store)
-        _meet(rendezvous, named, stop)
-        group = _group(rendezvous, named, address)
-    except RuntimeError as error:  # DistStoreError, DistNetworkError and gloo's own are all RuntimeErrors
-        raise ConnectError(
-            f"rank {rendezvous.rank} of {rendezvous.world_size} could not join the group at "
-            f"{rendezvous.address}:{rendezvous.port} in time: {error}"
-        ) from error
-    return BroadcastLink(rendezvous, group, store)
 
-
-def _connect(rendezvous: Rendezvous, stop: threading.Event) -> TCPStore:
-    """Connect to the source rank's store.
-
-    The client looks its peer's name up and cannot be interrupted meanwhile: where a name server does not answer, that
-    takes five seconds. So it runs on a thread that can be left behind, and others try too if it takes long.
-    """
-    timeout = timedelta(seconds=min(rendezvous.join_timeout, _FORM_TIMEOUT))
-    attempts: list[Future[TCPStore]] = []
-    began = time.monotonic()
-    while True:
-        if len(attempts) < _ATTEMPTS and time.monotonic() - began >= _HEDGE * (2 ** len(attempts) - 1):
-            attempt: Future[TCPStore] = Future()
-            attempts.append(attempt)
-            _run_aside(
-                attempt,
-                lambda: TCPStore(
-                    rendezvous.address, rendezvous.port, None, False, wait_for_workers=False, timeout=timeout
-                ),
+    def __init__(self, rendezvous: Rendezvous, *, address: str) -> None:
+        if rendezvous.protocol != PROTOCOL_VERSION:
+            raise ConnectError(
+                f"this end speaks asyncsync protocol {PROTOCOL_VERSION}, the other {rendezvous.protocol}: "
+                "install the same version of asyncsync at both"
             )
-        for done in wait(attempts, timeout=_MEET_INTERVAL, return_when=FIRST_COMPLETED).done:
-            if done.exception() is None or all(each.done() for each in attempts):
-                return done.result()
-        if stop.is_set():
-            raise ConnectError("joining was stopped")
+        self.rendezvous = rendezvous
+        self._address = address
+        self._meeting = MeetingStore(rendezvous.join_timeout)
+        self._group: Future[ProcessGroup] = Future()
 
+    def join(self) -> BroadcastLink:
+        """Collective. Make the group. Blocks until all members were introduced: call it on the member's worker thread.
 
-def _run_aside(future: Future[TCPStore], make: Callable[[], TCPStore]) -> None:
-    """Make a store on a thread that can be left behind."""
-
-    def run() -> None:
+        Raises:
+            ConnectError: Not every member was introduced in time, one could not be reached, or it was stopped.
+        """
+        _joinings.add(self)
+        _clean_up_at_exit()
+        if self.rendezvous.backend == "nccl":
+            self._make()  # on this thread, and under its guard: it allocates on the device
+        else:
+            _run_aside(self._make, "asyncsync-join")
         try:
-            future.set_result(make())
-        except RuntimeError as error:
-            future.set_exception(error)
+            return BroadcastLink(self.rendezvous, self._group.result(), self._meeting)
+        except (RuntimeError, ConnectError) as error:  # gloo's errors, and torch's about stores, are RuntimeErrors
+            rank, size = self.rendezvous.rank, self.rendezvous.world_size
+            failed = ConnectError(f"rank {rank} of {size} could not join the group: {error}")
+            if not self._meeting.contacts.done():
+                self._meeting.contacts.set_exception(failed)
+            raise failed from error
 
-    thread = threading.Thread(target=run, name="asyncsync-connect", daemon=True)
-    if not _connecting:
-        atexit.unregister(_leave_all)
-        atexit.register(_leave_all)
-    _connecting.add(thread)
-    thread.start()
+    async def contacts(self) -> Contacts:
+        """How this member is reached, once :meth:`join` has begun on its thread.
 
+        Raises:
+            ConnectError: It cannot be reached: joining has failed already.
+        """
+        return await asyncio.wrap_future(self._meeting.contacts)
 
-def _meet(rendezvous: Rendezvous, store: PrefixStore, stop: threading.Event) -> None:
-    """Wait until every member is here. The group's constructor waits too, but nothing can make it give up.
+    def introduce(self, contacts: Contacts) -> None:
+        """Tell this member how the others are reached."""
+        self._meeting.introduce(contacts)
 
-    The last to arrive says "go", one who gives up says "stopped", and the store lets the first of these words stand
-    for all: either every member goes on to the constructor, or none does.
-    """
-    if store.add("arrived", 1) == rendezvous.world_size:
-        store.compare_set(_WORD, "", "go")
-    deadline = time.monotonic() + rendezvous.join_timeout
-    while not store.check([_WORD]):
-        late = time.monotonic() > deadline
-        if late or stop.wait(_MEET_INTERVAL):
-            arrived = store.add("arrived", 0)
-            if store.compare_set(_WORD, "", "stopped") == b"stopped":
-                raise ConnectError(
-                    f"rank {rendezvous.rank} waited {rendezvous.join_timeout:.3g} s in vain: "
-                    f"{arrived} of {rendezvous.world_size} members came"
-                    if late
-                    else "joining was stopped"
-                )
-    if store.get(_WORD) != b"go":
-        raise ConnectError("joining was stopped by another member")
+    def stop(self) -> None:
+        """Have :meth:`join` give up at once."""
+        self._meeting.stop()
+        with suppress(InvalidStateError):
+            self._group.set_exception(ConnectError("joining was stopped"))
 
+    def _make(self) -> None:
+        try:
+            group = self._new_group()
+        except Exception as error:  # noqa: BLE001 - handed over to whoever waits in join
+            with suppress(InvalidStateError):
+                self._group.set_exception(error)
+        else:
+            with suppress(InvalidStateError):  # stopped meanwhile: nobody wants it any more
+                self._group.set_result(group)
 
-def _group(rendezvous: Rendezvous, store: PrefixStore, address: str) -> ProcessGroup:
-    # The group's own timeout bounds how long it waits for its members; operations carry theirs with them.
-    form_timeout = timedelta(seconds=min(rendezvous.join_timeout, _FORM_TIMEOUT))
-    store.set_timeout(form_timeout)
-    if rendezvous.backend == "nccl":
-        from torch.distributed import ProcessGroupNCCL
+    def _new_group(self) -> ProcessGroup:
+        # The group's own timeout bounds how long its members take to connect; operations carry theirs with them.
+        rank, size, backend = self.rendezvous.rank, self.rendezvous.world_size, self.rendezvous.backend
+        if backend == "nccl":
+            from torch.distributed import ProcessGroupNCCL
 
-        nccl = ProcessGroupNCCL.Options()
-        nccl._timeout = timedelta(seconds=rendezvous.operation_timeout)
-        return _as_group(ProcessGroupNCCL(store, rendezvous.rank, rendezvous.world_size, nccl))
-    from torch.distributed import ProcessGroupGloo
+            nccl = ProcessGroupNCCL.Options()
+            nccl._timeout = timedelta(seconds=self.rendezvous.operation_timeout)
+            group = _as_group(ProcessGroupNCCL(self._meeting, rank, size, nccl))
+            # NCCL connects at the first operation, and needs the store for that.
+            _synchronize(group.broadcast([torch.zeros(1, dtype=torch.uint8, device="cuda")], _from_source()))
+            return group
+        from torch.distributed import ProcessGroupGloo
 
-    gloo = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    gloo._devices = [ProcessGroupGloo.create_device(hostname=address)]
-    gloo._timeout = form_timeout
-    return _as_group(ProcessGroupGloo(store, rendezvous.rank, rendezvous.world_size, gloo))
+        gloo = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        gloo._devices = [ProcessGroupGloo.create_device(hostname=self._address)]
+        gloo._timeout = timedelta(seconds=min(self.rendezvous.join_timeout, _FORM_TIMEOUT))
+        return _as_group(ProcessGroupGloo(self._meeting, rank, size, gloo))
 
 
 def _as_group(backend: Any) -> ProcessGroup:
     # A bare backend has the collectives of a ProcessGroup without being one.
     group: ProcessGroup = backend
     return group
+
+
+def _from_source() -> BroadcastOptions:
+    options = BroadcastOptions()
+    options.rootRank, options.rootTensor = 0, 0
+    return options
 
 
 class BroadcastLink:
@@ -234,20 +163,17 @@ class BroadcastLink:
         backend: ``"gloo"`` or ``"nccl"``.
     """
 
-    def __init__(self, rendezvous: Rendezvous, group: ProcessGroup, store: TCPStore) -> None:
+    def __init__(self, rendezvous: Rendezvous, group: ProcessGroup, store: MeetingStore) -> None:
         self.connection = rendezvous.connection
         self.backend = rendezvous.backend
         self._timeout = timedelta(seconds=rendezvous.operation_timeout)
         self._group: ProcessGroup | None = group
-        self._store: TCPStore | None = store
+        self._store: MeetingStore | None = store
         self._running: dict[Work, Tensor] = {}
         self._kept: deque[Tensor] = deque(maxlen=_KEPT)
         # An operation that starts while the link is closed must be known to whoever drops the group.
         self._mutex = threading.Lock()
         self._turn = asyncio.Lock()
-        if not _links and not _aside:
-            atexit.unregister(_leave_all)
-            atexit.register(_leave_all)
         _links.add(self)
 
     def __repr__(self) -> str:
@@ -263,8 +189,7 @@ class BroadcastLink:
         return self._broadcast(flat)
 
     def _broadcast(self, flat: Tensor) -> Work:
-        options = BroadcastOptions()
-        options.rootRank, options.rootTensor = 0, 0
+        options = _from_source()
         options.timeout = self._timeout
         with self._mutex:
             if self._group is None:
@@ -305,12 +230,8 @@ class BroadcastLink:
             self._group, self._store, self._running = None, None, {}
             self._kept.clear()
         if running:
-            drop = threading.Thread(
-                target=_drop, args=(owned, list(running), tensors), name="asyncsync-drop-group", daemon=True
-            )
-            _aside.add(drop)
-            drop.start()
             # The thread owns them now, and lets go of the group first.
+            _run_aside(partial(_drop, owned, list(running), tensors), "asyncsync-drop-group")
         else:
             owned.clear()
             tensors.clear()
@@ -325,14 +246,28 @@ def _drop(owned: list[Any], running: list[Work], tensors: list[Tensor]) -> None:
     tensors.clear()
 
 
+def _run_aside(function: Callable[[], None], name: str) -> None:
+    """Run on a thread that can be left behind; the interpreter's exit waits for it, but not long."""
+    thread = threading.Thread(target=function, name=name, daemon=True)
+    _aside.add(thread)
+    thread.start()
+
+
+def _clean_up_at_exit() -> None:
+    # Last registered is first run: before the libraries that were imported meanwhile clean up after themselves.
+    atexit.unregister(_leave_all)
+    atexit.register(_leave_all)
+
+
 def _leave_all() -> None:
     """At the interpreter's exit, while Python still runs: no group with threads of its own is left, if it can be."""
+    for joining in list(_joinings):
+        joining.stop()
     for link in list(_links):
         link.close()
-    began = time.monotonic()
-    for threads, timeout in ((_aside, _EXIT_TIMEOUT), (_connecting, _CONNECT_EXIT_TIMEOUT)):
-        for thread in list(threads):
-            thread.join(max(0.0, began + timeout - time.monotonic()))
+    deadline = time.monotonic() + _EXIT_TIMEOUT
+    for thread in list(_aside):
+        thread.join(max(0.0, deadline - time.monotonic()))
 
 
 def _synchronize(work: Work) -> None:
