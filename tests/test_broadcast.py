@@ -109,10 +109,15 @@ async def test_an_address_that_is_not_ours_is_told_to_whoever_asks() -> None:
 
 
 async def test_a_group_listens_on_its_address_only() -> None:
+    def listening() -> set[tuple[str, int]]:
+        connections = psutil.Process().net_connections("tcp")
+        return {(one.laddr.ip, one.laddr.port) for one in connections if one.status == psutil.CONN_LISTEN}
+
+    before = listening()
     async with group(2):
-        own = [one for one in psutil.Process().net_connections("tcp") if one.status == psutil.CONN_LISTEN]
+        own = listening() - before
         assert own
-        assert {one.laddr.ip for one in own} == {ADDRESS}
+        assert {address for address, _ in own} == {ADDRESS}
 
 
 async def test_a_process_that_ends_while_it_joins_ends_cleanly() -> None:

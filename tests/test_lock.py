@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import re
-from collections.abc import Callable, Coroutine, Generator
-from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import anyio
 import anyio.lowlevel
@@ -15,6 +13,7 @@ import pytest
 
 from asyncsync.errors import EventLoopError, LockError, LockTimeoutError
 from asyncsync.lock import Kind, RolloutLock, Waiting
+from tests.cancelling import CancelAt
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(20)]
 
@@ -40,41 +39,6 @@ async def assert_free(lock: RolloutLock) -> None:
     await settled()
     leftover = [task for task in asyncio.all_tasks() if task.get_name().startswith(lock.name)]
     assert not leftover, "a keeper task was left behind"
-
-
-class CancelAt:
-    """Await a coroutine and cancel the current task at its n-th suspension.
-
-    ``waiting``: while the awaited future is pending; ``handed over``: in the turn in which it is done, but
-    before the task learns of it.
-    """
-
-    def __init__(self, coroutine: Coroutine[Any, Any, None], at: int, when: Literal["waiting", "handed over"]) -> None:
-        self.coroutine, self.at, self.when = coroutine, at, when
-
-    def __await__(self) -> Generator[Any, Any, None]:
-        task = asyncio.current_task()
-        assert task is not None
-        inner = self.coroutine.__await__()
-        step: Callable[[], Any] = partial(inner.send, None)
-        suspensions = 0
-        while True:
-            try:
-                future = step()
-            except StopIteration:
-                return
-            if suspensions == self.at:
-                if future is None or self.when == "waiting":
-                    asyncio.get_running_loop().call_soon(task.cancel)
-                else:
-                    future.add_done_callback(lambda _: task.cancel())
-            suspensions += 1
-            try:
-                yield future
-            except BaseException as thrown:  # noqa: BLE001 - handed on as it is
-                step = partial(inner.throw, thrown)
-            else:
-                step = partial(inner.send, None)
 
 
 async def test_readers_share_and_a_writer_is_alone() -> None:

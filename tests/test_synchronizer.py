@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import itertools
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch import nn
 
 import asyncsync
 from asyncsync import EngineError, EngineState, PlanError, TransferError, WeightSynchronizer
+from tests.cancelling import CancelAt
 from tests.engines import (
     CONNECTING,
     IN_PLACE,
@@ -668,12 +670,73 @@ async def test_a_trainer_that_fails_is_a_trainer_error() -> None:
 # -- cancellation ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.timeout(400)  # some hundred connections, and a name server that drops look-ups makes each slow
+async def assert_all_is_whole(trainer: Zoo, engines: list[ToldEngine], synchronizer: WeightSynchronizer) -> None:
+    """Nothing is held, no engine is shut unless it is tainted, and the next update reaches all."""
+    assert waiting(synchronizer) == (0, 0)
+    assert "free" in repr(synchronizer._lock)
+    assert not synchronizer._busy.locked()
+    for engine in engines:
+        status = await engine.describe_engine()
+        assert engine._gate.is_open == (status.tainted is None)
+        assert engine._session is None
+    await synchronizer.update_weights()
+    assert [holds(engine, trainer) for engine in engines] == [True, True]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("when", ["waiting", "handed over"])
+@pytest.mark.parametrize("connected", [True, False], ids=["connected", "connecting"])
+@BOTH
+async def test_cancelled_at_each_await_it_leaves_all_whole(
+    staged: bool, connected: bool, when: Literal["waiting", "handed over"]
+) -> None:
+    async def run(update: CancelAt) -> None:
+        await update
+
+    for at in itertools.count():
+        async with synced(staged=staged) as (trainer, engines, synchronizer):
+            if connected:
+                await synchronizer.update_weights()
+                change(trainer)
+            update = CancelAt(synchronizer._update(), at, when)
+            task = asyncio.create_task(run(update))
+            await asyncio.wait([task])
+            await assert_all_is_whole(trainer, engines, synchronizer)
+        if not update.reached:
+            break
+    assert task.exception() is None
+    assert at >= (2 if connected else 5)
+
+
+@pytest.mark.parametrize(
+    ("staged", "step"), [*((True, step) for step in (*CONNECTING, *STAGED)), *((False, step) for step in IN_PLACE)]
+)
+@pytest.mark.parametrize("when", ["before", "after"])
+async def test_cancelled_while_an_engine_is_in_any_call_it_leaves_all_whole(staged: bool, step: str, when: str) -> None:
+    async with synced(staged=staged) as (trainer, engines, synchronizer):
+        arrived, go_on = asyncio.Event(), asyncio.Event()
+
+        async def arrive() -> None:
+            arrived.set()
+            await go_on.wait()
+
+        getattr(engines[1], when)[step] = arrive
+        update = asyncio.create_task(synchronizer.update_weights())
+        await arrived.wait()
+        update.cancel()
+        if step == "resume_generation":  # that is clean-up: it is not cut short
+            await turn()
+            assert not update.done()
+            go_on.set()
+        await asyncio.wait([update])
+        assert update.cancelled()
+        await assert_all_is_whole(trainer, engines, synchronizer)
+
+
+@pytest.mark.timeout(120)
 @BOTH
 @pytest.mark.parametrize("connected", [True, False], ids=["connected", "connecting"])
-async def test_cancelled_at_any_turn_of_the_loop_it_leaves_all_whole_and_the_next_update_works(
-    staged: bool, connected: bool
-) -> None:
+async def test_cancelled_at_some_turn_of_the_loop_it_leaves_all_whole(staged: bool, connected: bool) -> None:
     cancelled = 0
     for turns in range(0, 400, 7):
         async with synced(staged=staged) as (trainer, engines, synchronizer):
@@ -686,17 +749,10 @@ async def test_cancelled_at_any_turn_of_the_loop_it_leaves_all_whole_and_the_nex
             update.cancel()
             await asyncio.wait([update])
             cancelled += update.cancelled()
-            assert waiting(synchronizer) == (0, 0)
-            assert "free" in repr(synchronizer._lock)
             assert not synchronizer._updates.running
-            for engine in engines:
-                status = await engine.describe_engine()
-                assert engine._gate.is_open == (status.tainted is None)
-                assert engine._session is None
             if connected and synchronizer.weight_version == 1 and staged:
                 assert all(engine.weight_version == 1 for engine in engines)
-            await synchronizer.update_weights()
-            assert [holds(engine, trainer) for engine in engines] == [True, True]
+            await assert_all_is_whole(trainer, engines, synchronizer)
         if not update.cancelled():
             break
     assert cancelled > 5

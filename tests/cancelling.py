@@ -1,0 +1,45 @@
+"""Cancelling at each await."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Generator
+from functools import partial
+from typing import Any, Literal
+
+
+class CancelAt:
+    """Await a coroutine and cancel the current task at its n-th suspension.
+
+    ``waiting``: while the awaited future is pending; ``handed over``: in the turn in which it is done, but
+    before the task learns of it. ``reached`` tells whether it came to that suspension.
+    """
+
+    def __init__(self, coroutine: Coroutine[Any, Any, Any], at: int, when: Literal["waiting", "handed over"]) -> None:
+        self.coroutine, self.at, self.when = coroutine, at, when
+        self.reached = False
+
+    def __await__(self) -> Generator[Any, Any, None]:
+        task = asyncio.current_task()
+        assert task is not None
+        inner = self.coroutine.__await__()
+        step: Callable[[], Any] = partial(inner.send, None)
+        suspensions = 0
+        while True:
+            try:
+                future = step()
+            except StopIteration:
+                return
+            if suspensions == self.at:
+                self.reached = True
+                if future is None or self.when == "waiting":
+                    asyncio.get_running_loop().call_soon(task.cancel)
+                else:
+                    future.add_done_callback(lambda _: task.cancel())
+            suspensions += 1
+            try:
+                yield future
+            except BaseException as thrown:  # noqa: BLE001 - handed on as it is
+                step = partial(inner.throw, thrown)
+            else:
+                step = partial(inner.send, None)
