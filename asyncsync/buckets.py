@@ -27,7 +27,7 @@ DEFAULT_BUCKET_SIZE = 256 * 2**20
 
 _OVERLAP_BUCKETS = 8
 _OVERLAP_FLOOR = 8 * 2**20
-_ALONE = 8 * 2**20
+_ALONE = 2 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +160,7 @@ def plan_buckets(specs: Sequence[TensorSpec], bucket_size: int = DEFAULT_BUCKET_
 
     A bucket holds ``bucket_size`` bytes at the most (rounded down to :data:`ALIGNMENT`, and never less than that). A
     tensor larger than that is split. Weights that would fill few buckets are cut finer, into some 8 buckets of 8 MiB
-    or more, so that packing one overlaps sending another. A tensor of 8 MiB or more has buckets of its own: if it is
+    or more, so that packing one overlaps sending another. A tensor of 2 MiB or more has buckets of its own: if it is
     contiguous, it is sent from where it lies.
 
     Args:

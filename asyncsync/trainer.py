@@ -1,8 +1,8 @@
 """The trainer's side: a rank that reads, packs, hashes and sends its weights.
 
-A trainer rank has one *sender thread*. Joining the group, packing and starting broadcasts all run there, inside the
+A trainer rank has one *sender thread*. Joining the group, packing and broadcasting all run there, inside the
 memory-saver guard, so that collectives keep their order and the guard covers them (R8, R9). Hashing has a thread of its
-own, beside the sending. Waiting for the network is done on the event loop, on futures that can be abandoned.
+own, beside the sending. The sender thread waits for the network, too, and can be stopped while it does.
 
 Two bucket buffers take turns: while one is on its way, the next bucket is packed into the other. A bucket that is one
 large contiguous tensor needs no buffer: it is sent, and hashed, from where it lies.
@@ -11,9 +11,9 @@ large contiguous tensor needs no buffer: it is sent, and hashed, from where it l
 from __future__ import annotations
 
 import asyncio
+import threading
 import uuid
 from collections import deque
-from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -27,7 +27,7 @@ from asyncsync import cluster
 from asyncsync.buckets import Bucket, Plan, plan_buckets
 from asyncsync.digests import Digests, StreamingDigests, combine
 from asyncsync.errors import ConnectError, OutOfStepError, TransferError
-from asyncsync.fanout import end, race, settle
+from asyncsync.fanout import settle
 from asyncsync.guard import MemorySaverGuard, memory_saver_guard
 from asyncsync.messages import Contacts, ReadOptions, Rendezvous, SendReceipt, TrainerStatus, UpdateOrder
 from asyncsync.packing import hash_bucket, in_place, pack
@@ -234,7 +234,8 @@ class TrainerRank:
             with sending.scope:
                 async with self._guard() as guarded:
                     try:
-                        digests = await self._send(guarded, link, plan, snapshot)
+                        stop = threading.Event()
+                        digests = await guarded.run(self._send, link, plan, snapshot, stop, on_cancel=stop.set)
                     except BaseException:
                         await shielded(guarded.run(self._close))
                         raise
@@ -247,49 +248,40 @@ class TrainerRank:
         what = "was aborted" if sending.scope.deadline > anyio.current_time() else "took too long"
         raise TransferError(f"sending the weights of update {order.version} {what}")
 
-    async def _send(self, guarded: MemorySaverGuard, link: Link, plan: Plan, snapshot: Snapshot) -> Digests:
+    def _send(self, link: Link, plan: Plan, snapshot: Snapshot, stop: threading.Event) -> Digests:
+        """Pack, send and hash every bucket: one while others are on their way."""
         digests = StreamingDigests(len(plan.specs))
-        on_the_way: deque[asyncio.Future[None]] = deque()
-        users: list[asyncio.Future[None] | None] = [None] * BUFFERS  # of each buffer
+        on_the_way: deque[_Sent] = deque()
         packed = 0
-        try:
-            position = 0
-            while position < len(plan.buckets):
-                if len(on_the_way) == IN_FLIGHT:
-                    await on_the_way.popleft()
-                buffer = packed % BUFFERS
-                if (user := users[buffer]) is not None:
-                    await user
-                    users[buffer] = None
-                buckets = plan.buckets[position : position + IN_FLIGHT - len(on_the_way)]
-                for started in await guarded.run(self._start, link, plan, buckets, snapshot, buffer):
-                    hashed = self._hasher.submit(hash_bucket, plan, started.bucket, started.flat, digests)
-                    leaving = asyncio.ensure_future(_sent_and_hashed(link, started, hashed))
-                    on_the_way.append(leaving)
-                    position += 1
-                    if started.packed:
-                        users[buffer] = leaving
-                        packed += 1
-            while on_the_way:
-                await on_the_way.popleft()
-        finally:
-            await end([*on_the_way, *(user for user in users if user is not None)])
-        return digests.result()
 
-    def _start(
-        self, link: Link, plan: Plan, buckets: Sequence[Bucket], snapshot: Snapshot, buffer: int
-    ) -> list[_Started]:
-        """Start to send buckets from where they lie, up to and including the first that has to be packed."""
-        started: list[_Started] = []
-        for bucket in buckets:
+        def wait_for_oldest() -> None:
+            sent = on_the_way.popleft()
+            try:
+                link.wait(sent.handle, stop)
+            except TransferError as error:
+                error.bucket = sent.bucket.index
+                raise
+            sent.hashed.result()
+
+        for bucket in plan.buckets:
+            if len(on_the_way) == IN_FLIGHT:
+                wait_for_oldest()
             flat = in_place(plan, bucket, snapshot.tensors, self._device)
-            if packed := flat is None:
+            buffer = None
+            if flat is None:
+                buffer = packed % BUFFERS
+                packed += 1
+                while any(sent.buffer == buffer for sent in on_the_way):
+                    wait_for_oldest()
                 flat = self._buffer(buffer, plan)[: bucket.nbytes]
                 pack(plan, bucket, snapshot.tensors, flat)
-            started.append(_Started(bucket, flat, link.start_send(flat), packed))
-            if packed:
-                break
-        return started
+            handle = link.start_send(flat)
+            on_the_way.append(
+                _Sent(bucket, handle, self._hasher.submit(hash_bucket, plan, bucket, flat, digests), buffer)
+            )
+        while on_the_way:
+            wait_for_oldest()
+        return digests.result()
 
     def _buffer(self, index: int, plan: Plan) -> Tensor:
         if not self._buffers or self._buffers[0].numel() < plan.largest_bucket:
@@ -350,19 +342,11 @@ class _Sending:
 
 
 @dataclass(frozen=True, slots=True)
-class _Started:
+class _Sent:
     bucket: Bucket
-    flat: Tensor
     handle: object
-    packed: bool
-
-
-async def _sent_and_hashed(link: Link, started: _Started, hashed: Future[None]) -> None:
-    try:
-        await race({"sent": link.wait(started.handle), "hashed": asyncio.wrap_future(hashed)})
-    except TransferError as error:
-        error.bucket = started.bucket.index
-        raise
+    hashed: Future[None]
+    buffer: int | None
 
 
 TRAINER_METHODS = tuple(name for name in vars(Trainer) if not name.startswith("_"))

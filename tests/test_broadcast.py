@@ -67,7 +67,8 @@ async def test_buckets_arrive_in_order_with_several_on_their_way() -> None:
         handles = [(source, source.start_send(flat)) for flat in sent]
         for engine, buffers in zip(engines, received, strict=True):
             handles += [(engine, engine.start_receive(buffer)) for buffer in buffers]
-        await asyncio.gather(*(link.wait(handle) for link, handle in handles))
+        for link, handle in handles:
+            await asyncio.to_thread(link.wait, handle, threading.Event())
         for buffers in received:
             assert all(torch.equal(buffer, flat) for buffer, flat in zip(buffers, sent, strict=True))
         assert "0 operations" in repr(source)
@@ -143,18 +144,23 @@ async def test_a_process_that_ends_while_it_joins_ends_cleanly() -> None:
 
 async def test_an_operation_whose_peer_is_silent_ends_by_itself() -> None:
     async with group(2, operation_timeout=0.3) as (_, engine):
-        with pytest.raises(TransferError, match="broadcast failed"):
-            await engine.wait(engine.start_receive(torch.zeros(1_000, dtype=torch.uint8)))
-
-
-async def test_an_operation_can_be_left_behind_without_waiting() -> None:
-    async with group(2, operation_timeout=1) as (source, engine):
-        del source
         handle = engine.start_receive(torch.zeros(1_000, dtype=torch.uint8))
-        waiting = asyncio.create_task(engine.wait(handle))
+        with pytest.raises(TransferError, match="broadcast failed"):
+            await asyncio.to_thread(engine.wait, handle, threading.Event())
+
+
+@pytest.mark.parametrize("how", ["stop", "close"])
+async def test_an_operation_can_be_left_behind_without_waiting(how: str) -> None:
+    async with group(2, operation_timeout=1) as (_, engine):
+        handle, stop = engine.start_receive(torch.zeros(1_000, dtype=torch.uint8)), threading.Event()
+        waiting = asyncio.ensure_future(asyncio.to_thread(engine.wait, handle, stop))
         await asyncio.sleep(0)
-        waiting.cancel()
-        await asyncio.wait([waiting])
+        if how == "stop":
+            stop.set()
+        else:
+            engine.close()
+        with pytest.raises(TransferError, match="stopped"):
+            await waiting
         engine.close()
         assert "closed" in repr(engine)
         with pytest.raises(TransferError, match="closed"):

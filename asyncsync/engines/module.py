@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import threading
 import uuid
 from collections import deque
 from concurrent.futures import Future
@@ -42,6 +43,7 @@ class _Session:
     loader: Loader
     scope: anyio.CancelScope
     received: bool = False
+    stop: threading.Event = field(default_factory=threading.Event)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -214,10 +216,11 @@ class ModuleEngine:
         session, link = self._begin(order)
         try:
             with session.scope:
-                digest = await self._receive(link, session.loader)
+                digest = await self._worker.run(self._receive, link, session)
                 session.received = True
                 return EngineReceipt(digest=digest)
         finally:
+            session.stop.set()
             if not session.received:
                 self._spoil(session, link)
             session.ended.set()
@@ -310,50 +313,32 @@ class ModuleEngine:
         self._session = _Session(order, self._loader, scope)
         return self._session, self._link
 
-    async def _receive(self, link: Link, loader: Loader) -> str:
-        binding = self._binding
+    def _receive(self, link: Link, session: _Session) -> str:
+        """Take and hash every bucket, while others are on their way; returns the digest of all."""
+        binding, loader = self._binding, session.loader
         assert binding is not None
-        buckets = binding.plan.buckets
+        if not binding.fits(self.module):
+            raise OutOfStepError("the module's tensors were replaced since the layout was agreed on")
+        loader.begin()
         on_the_way: deque[tuple[Bucket, Tensor, object]] = deque()
 
-        def start(begun: int) -> list[tuple[Bucket, Tensor, object]]:
-            if begun == 0:
-                begin()
-            started = []
-            for bucket in buckets[begun : begun + loader.in_flight - len(on_the_way)]:
-                buffer = loader.target(bucket)
-                started.append((bucket, buffer, link.start_receive(buffer)))
-            return started
-
-        def begin() -> None:
-            if not binding.fits(self.module):
-                raise OutOfStepError("the module's tensors were replaced since the layout was agreed on")
-            loader.begin()
-
-        def take(bucket: Bucket, buffer: Tensor) -> str | None:
-            loader.take(bucket, buffer)
-            return loader.digest() if bucket is buckets[-1] else None
-
-        async def take_oldest() -> str | None:
+        def take_oldest() -> None:
             bucket, buffer, handle = on_the_way.popleft()
             try:
-                await link.wait(handle)
+                link.wait(handle, session.stop)
             except TransferError as error:
                 error.bucket = bucket.index
                 raise
-            return await self._worker.run(take, bucket, buffer)
+            loader.take(bucket, buffer)
 
-        if not buckets:
-            await self._worker.run(begin)
-            return await self._worker.run(loader.digest)
-        # As few trips to the worker as can be: a small update has little else to wait for.
-        begun, digest = 0, None
-        while digest is None:
-            if begun < len(buckets):
-                on_the_way.extend(await self._worker.run(start, begun))
-                begun = on_the_way[-1][0].index + 1
-            digest = await take_oldest()
-        return digest
+        for bucket in binding.plan.buckets:
+            if len(on_the_way) == loader.in_flight:
+                take_oldest()
+            buffer = loader.target(bucket)
+            on_the_way.append((bucket, buffer, link.start_receive(buffer)))
+        while on_the_way:
+            take_oldest()
+        return loader.digest()
 
     def _spoil(self, session: _Session, link: Link) -> None:
         """The transfer failed: leave the group, and the buffers that it may still write to."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -11,8 +12,7 @@ class Link(Protocol):
     """One member's end of a connected data plane.
 
     Buckets travel in the order in which they are started, which must be the same at every end; several may be on
-    their way. ``start_*`` must be called on the member's own worker thread, always the same one; ``wait`` on an event
-    loop.
+    their way. All but ``close`` is called on the member's own worker thread, always the same one.
     """
 
     connection: str
@@ -25,8 +25,12 @@ class Link(Protocol):
         """Start to receive into a flat uint8 tensor; returns a handle to wait for."""
         ...
 
-    async def wait(self, handle: Any) -> None:
-        """Wait until the bytes of one bucket have left, or have arrived.
+    def wait(self, handle: Any, stop: threading.Event) -> None:
+        """Wait until the bytes of one bucket have left, or have arrived. Blocks.
+
+        Args:
+            handle: What starting it returned.
+            stop: Ends the wait within some 20 ms, from another thread; so does closing the link.
 
         Raises:
             TransferError: They have not, and nothing that is started on this link later can be trusted.

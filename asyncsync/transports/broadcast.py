@@ -12,9 +12,10 @@ on a thread that can be left behind, too. A process group must not be dropped on
 busy, since its destructor waits; so it is dropped on a thread made for that. And no Python code may run on gloo's
 threads: a callback on an operation that was left behind and ends while the interpreter shuts down would end the process
 with SIGABRT (its thread asks for the GIL, is unwound by Python, and C++ calls that a terminate; Python 3.14 hangs such
-threads instead). So completion is looked at, every millisecond while an operation runs; a bucket takes a hundred. For
-the same reason a link keeps the tensors of its last operations, lest one of gloo's threads be the last to let go of a
-Python object, and links that are still open are closed when the interpreter exits.
+threads instead). So an operation is waited for on the member's worker thread, in slices of 20 ms, after which that
+thread is back in Python; and links that are still open are closed, and threads waited for, before the interpreter ends.
+For the same reason a link keeps the tensors of its last operations, lest one of gloo's threads be the last to let go of
+a Python object.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from asyncsync.messages import PROTOCOL_VERSION, Contacts, Rendezvous
 from asyncsync.transports.meeting import MeetingStore
 
 _FORM_TIMEOUT = 10.0  # seconds for the group to form once every member is there; it takes milliseconds
-_SPIN = 0.0005  # seconds that a small operation is waited for without sleeping
+_SLICE = timedelta(milliseconds=20)  # of a wait; in between it is looked whether it is still wanted
 _POLL_INTERVAL = 0.001  # seconds
 _DROP_INTERVAL = 0.05  # seconds
 _KEPT = 4  # tensors of the last operations
@@ -173,7 +174,6 @@ class BroadcastLink:
         self._kept: deque[Tensor] = deque(maxlen=_KEPT)
         # An operation that starts while the link is closed must be known to whoever drops the group.
         self._mutex = threading.Lock()
-        self._turn = asyncio.Lock()
         _links.add(self)
 
     def __repr__(self) -> str:
@@ -198,23 +198,37 @@ class BroadcastLink:
             self._running[work] = flat
         return work
 
-    async def wait(self, handle: Work) -> None:
-        """Wait for one broadcast, without blocking the loop.
+    def wait(self, handle: Work, stop: threading.Event) -> None:
+        """Wait for one broadcast. Blocks.
 
         Raises:
-            TransferError: It failed, or ran into the group's operation timeout.
+            TransferError: It failed, ran into the group's operation timeout, or was stopped.
         """
         try:
-            if self.backend == "nccl":
-                # An NCCL future says that the operation was enqueued; only the stream knows when it is done.
-                await asyncio.to_thread(_synchronize, handle)
-            else:
-                async with self._turn:  # they end in order: one is looked at, not all of them
-                    await _completion(handle)
+            while not self._wait_a_little(handle, stop):
+                if stop.is_set() or self._group is None:
+                    raise TransferError("a broadcast was stopped")
         except RuntimeError as error:
             self._ended(handle)
             raise TransferError(f"a broadcast failed: {error}") from error
         self._ended(handle)
+
+    def _wait_a_little(self, work: Work, stop: threading.Event) -> bool:
+        """Whether the broadcast ended well in this slice of time."""
+        ended = work.is_completed()
+        if self.backend == "nccl":
+            if ended:
+                _synchronize(work)
+            else:
+                stop.wait(_POLL_INTERVAL)  # a wait for the device cannot be interrupted
+            return ended
+        try:
+            work.wait(_SLICE)
+        except RuntimeError:
+            if ended:
+                raise
+            return False  # only this slice is over, or it failed just now: the next one will tell
+        return True
 
     def _ended(self, work: Work) -> None:
         with self._mutex:
@@ -273,11 +287,3 @@ def _leave_all() -> None:
 def _synchronize(work: Work) -> None:
     work.wait()
     torch.cuda.current_stream().synchronize()
-
-
-async def _completion(work: Work) -> None:
-    clock = asyncio.get_running_loop().time
-    soon = clock() + _SPIN
-    while not work.is_completed():  # noqa: ASYNC110 - no callback, for the reason above
-        await asyncio.sleep(0 if clock() < soon else _POLL_INTERVAL)
-    work.wait()  # returns at once, and raises what went wrong
