@@ -281,9 +281,10 @@ class WeightSynchronizer:
         """Send and receive at once; the first failure at either end wins (R5), and digests must agree (R12)."""
         order = attempt.order
         with clock.phase("transfer"):
-            ends: dict[Member | None, Any] = {None: call_trainer(lambda: self._trainer.send_weights(order))}
-            for engine in self._fleet.members:
-                ends[engine] = engine.call(lambda engine: engine.receive_weights(order))
+            ends: dict[Member | None, Any] = {  # engines first: they are farther away
+                member: member.call(lambda engine: engine.receive_weights(order)) for member in self._fleet.members
+            }
+            ends[None] = call_trainer(lambda: self._trainer.send_weights(order))
             receipts = await race(ends)
             sent: SendReceipt = receipts.pop(None)
             for member, receipt in receipts.items():

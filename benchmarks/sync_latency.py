@@ -8,9 +8,10 @@
 * ``memcpy``: one copy of the same bytes in this process, on one thread.
 
 Each is the median of several rounds, after two to warm up. Weights change before every run, and after it the engines
-must hold the trainer's bytes. A *stall* is the longest that a 1 ms ticker in this process's event loop came late in any
-round. torch runs on one thread in every process. Garbage is collected before each run, since one full collection of
-what torch and Ray bring along holds a process up for 150 ms, whoever's turn it is.
+must hold the trainer's bytes. A *stall* is the longest that a 1 ms ticker in this process's event loop came late, in
+rounds of their own: the ticker takes time from whoever leaves the loop free, and none from whoever blocks it. torch
+runs on one thread in every process. Garbage is collected before each run, since one full collection of what torch and
+Ray bring along holds a process up for 150 ms, whoever's turn it is.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import json
 import logging
 import os
 import platform
+import random
 import statistics
 import time
 from abc import ABC, abstractmethod
@@ -47,6 +49,7 @@ from benchmarks.seed_loop import BUCKET_SIZE, Group, SeedLock, SeedLoop, SeedRec
 
 TICK = 0.001  # seconds
 WARM_UP = 2  # runs: an engine allocates memory to stage weights in during the first two updates
+STALL_ROUNDS = 3
 MEMORY_RESERVE = 2 * layouts.GB
 
 QUICK: Sequence[tuple[int, Sequence[str]]] = ((2, ("tiny", "2000x4KB", "16 MB", "smollm2")),)
@@ -159,6 +162,11 @@ class Contender(ABC):
     @abstractmethod
     async def run(self) -> float:
         """Bring the tensors to every engine, once; the seconds it took."""
+
+    def prepare(self) -> None:
+        """Change the tensors, and have nothing else to do in the next run."""
+        layouts.change(self.tensors)
+        gc.collect()
 
     async def fingerprints(self) -> list[str]:
         """Digests of what the engines hold now."""
@@ -296,17 +304,22 @@ async def measure(layout: Layout, fleet: Fleet, *, rounds: int) -> Row:
             "memcpy": Memcpy(fleet, [flat]),
         }
         seconds: dict[str, list[float]] = {name: [] for name in contenders}
-        stalls = dict.fromkeys(contenders, 0.0)
         for turn in range(WARM_UP + rounds):
-            for name, contender in contenders.items():
-                layouts.change(contender.tensors)
-                gc.collect()
-                async with Ticker() as ticker:
-                    took = await contender.run()
-                await contender.check()
+            # Who comes after whom matters: an engine that has rested for a while is slower. So that changes.
+            for name in random.Random(turn).sample(list(contenders), len(contenders)):
+                contenders[name].prepare()
+                took = await contenders[name].run()
+                await contenders[name].check()
                 if turn >= WARM_UP:
                     seconds[name].append(took)
-                    stalls[name] = max(stalls[name], ticker.stall_ms)
+        stalls = {"ours": 0.0, "seed": 0.0}
+        for _ in range(STALL_ROUNDS):
+            for name, longest in stalls.items():
+                contenders[name].prepare()
+                async with Ticker() as ticker:
+                    await contenders[name].run()
+                await contenders[name].check()
+                stalls[name] = max(longest, ticker.stall_ms)
     return Row(
         case=layout.name,
         bytes=layout.nbytes,
@@ -341,7 +354,7 @@ async def measure_all(plan: Sequence[tuple[int, Sequence[str]]], *, quick: bool,
 def rounds(layout: Layout, *, quick: bool) -> int:
     """How many rounds count: more where one takes milliseconds."""
     few = 3 if quick else 5
-    return 3 * few if layout.nbytes <= 16 * layouts.MB and len(layout.shapes) < 100 else few
+    return 3 * few if layout.nbytes <= 64 * layouts.MB and len(layout.shapes) < 100 else few
 
 
 def memory_wanted(layout: Layout, engines: int) -> int:

@@ -208,7 +208,8 @@ class ModuleEngine:
     async def _shut(self, policy: Policy) -> None:
         if policy != "drain":
             raise EngineError(f"a ModuleEngine can only drain, not {policy}")
-        await asyncio.wrap_future(self._gate.shut())
+        if not (empty := self._gate.shut()).done():
+            await asyncio.wrap_future(empty)
 
     @cluster.control
     async def receive_weights(self, order: UpdateOrder) -> EngineReceipt:
