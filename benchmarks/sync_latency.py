@@ -43,11 +43,11 @@ from torch import Tensor, nn
 
 import asyncsync
 from asyncsync import cluster
+from asyncsync.demo.measures import TICK, StallMeter
 from benchmarks import layouts
 from benchmarks.layouts import Layout
 from benchmarks.seed_loop import BUCKET_SIZE, Group, SeedLock, SeedLoop, SeedReceiver, open_store
 
-TICK = 0.001  # seconds
 WARM_UP = 2  # runs: an engine allocates memory to stage weights in during the first two updates
 STALL_ROUNDS = 3
 MEMORY_RESERVE = 2 * layouts.GB
@@ -256,30 +256,17 @@ class Memcpy(Contender):
 # -- measuring --------------------------------------------------------------------------------------------------------
 
 
-class Ticker:
-    """Wakes every millisecond while it is entered, and knows how late it ever was."""
-
-    def __init__(self) -> None:
-        self.stall_ms = 0.0
-
-    async def __aenter__(self) -> Self:
-        self._task = asyncio.create_task(self._tick())
-        await asyncio.sleep(5 * TICK)
-        self.stall_ms = 0.0
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await asyncio.sleep(2 * TICK)  # a loop that was blocked to the end is seen by the tick after it
-        self._task.cancel()
-        await asyncio.wait([self._task])
-
-    async def _tick(self) -> None:
-        last = time.perf_counter()
-        while True:
-            await asyncio.sleep(TICK)
-            now = time.perf_counter()
-            self.stall_ms = max(self.stall_ms, (now - last - TICK) * 1e3)
-            last = now
+@asynccontextmanager
+async def stalls_of_the_loop() -> AsyncIterator[StallMeter]:
+    """Watch this loop while the context is entered."""
+    meter = StallMeter()
+    watching = asyncio.create_task(meter.watch())
+    await asyncio.sleep(5 * TICK)
+    meter.longest_ms = 0.0
+    yield meter
+    await asyncio.sleep(2 * TICK)  # a loop that was blocked to the end is seen by the tick after it
+    watching.cancel()
+    await asyncio.wait([watching])
 
 
 async def measure(layout: Layout, fleet: Fleet, *, rounds: int) -> Row:
@@ -316,10 +303,10 @@ async def measure(layout: Layout, fleet: Fleet, *, rounds: int) -> Row:
         for _ in range(STALL_ROUNDS):
             for name, longest in stalls.items():
                 contenders[name].prepare()
-                async with Ticker() as ticker:
+                async with stalls_of_the_loop() as meter:
                     await contenders[name].run()
                 await contenders[name].check()
-                stalls[name] = max(longest, ticker.stall_ms)
+                stalls[name] = max(longest, meter.longest_ms)
     return Row(
         case=layout.name,
         bytes=layout.nbytes,
