@@ -26,15 +26,14 @@ from torch import Tensor
 from asyncsync import cluster
 from asyncsync.buckets import Bucket, Plan, plan_buckets
 from asyncsync.digests import Digests, StreamingDigests, combine
-from asyncsync.errors import ConnectError, OutOfStepError, TransferError
-from asyncsync.fanout import settle
+from asyncsync.errors import OutOfStepError, TransferError
 from asyncsync.guard import MemorySaverGuard, memory_saver_guard
 from asyncsync.messages import Contacts, ReadOptions, Rendezvous, SendReceipt, TrainerStatus, UpdateOrder
 from asyncsync.packing import hash_bucket, in_place, pack
 from asyncsync.shield import shielded
 from asyncsync.threads import WorkerThread
-from asyncsync.transports import broadcast
 from asyncsync.transports.base import Link
+from asyncsync.transports.seat import Seat
 from asyncsync.weights import Snapshot, Weights, WeightSource
 
 BUFFERS = 2
@@ -102,12 +101,10 @@ class TrainerRank:
         self._instance = uuid.uuid4().hex
         self._sender_thread = WorkerThread("asyncsync-sender")
         self._hasher = WorkerThread("asyncsync-hasher")
-        self._link: Link | None = None
-        self._joining: tuple[broadcast.Joining, asyncio.Future[None]] | None = None
+        self._seat = Seat(self._guard)
         self._options: ReadOptions | None = None
         self._plan: Plan | None = None
         self._buffers: list[Tensor] = []
-        self._device = "cpu"
         self._sending: _Sending | None = None
         self._ended_epoch = 0
         self._closed = False
@@ -127,7 +124,7 @@ class TrainerRank:
         return TrainerStatus(
             instance=self._instance,
             device=next((tensor.device.type for tensor in snapshot.tensors), "cpu"),
-            connection=self._link.connection if self._link else None,
+            connection=self._seat.connection,
             plan_digest=plan.digest,
             specs=None if plan.digest == known_digest else plan.specs,
             epoch=self._ended_epoch,
@@ -150,19 +147,7 @@ class TrainerRank:
             ConnectError: This end cannot be reached, or speaks another protocol.
             MemorySaverError: The guard could not be entered.
         """
-        await self._stop_joining()
-        await self._close_guarded()
-        joining = broadcast.Joining(rendezvous, address=cluster.node_address())
-        joined = asyncio.ensure_future(self._join_guarded(joining))
-        self._joining = joining, joined
-        contacts = asyncio.ensure_future(joining.contacts())
-        try:
-            await asyncio.wait((contacts, joined), return_when=asyncio.FIRST_COMPLETED)
-            if not contacts.done():
-                await joined  # it failed before it came to its group
-            return await contacts
-        finally:
-            contacts.cancel()
+        return await self._seat.open(rendezvous, address=cluster.node_address())
 
     @cluster.control
     async def join_trainer_group(self, connection: str, contacts: Contacts) -> None:
@@ -171,45 +156,12 @@ class TrainerRank:
         Raises:
             ConnectError: A member could not be reached, or the group was closed meanwhile.
         """
-        if self._joining is None or self._joining[0].rendezvous.connection != connection:
-            raise ConnectError("the group to join was closed meanwhile")
-        joining, joined = self._joining
-        joining.introduce(contacts)
-        await asyncio.shield(joined)
-
-    async def _join_guarded(self, joining: broadcast.Joining) -> None:
-        async with self._guard() as guarded:
-            await guarded.run(self._join, joining, on_cancel=joining.stop)
-
-    def _join(self, joining: broadcast.Joining) -> None:
-        self._link = joining.join()
-        self._device = "cuda" if joining.rendezvous.backend == "nccl" else "cpu"
-        self._buffers = []
+        await self._seat.join(connection, contacts)
 
     @cluster.control
     async def leave_trainer_group(self, connection: str) -> None:
         """See :class:`Trainer`."""
-        if self._joining is not None and self._joining[0].rendezvous.connection == connection:
-            await self._stop_joining()
-        if self._link is not None and self._link.connection == connection:
-            await self._close_guarded()
-
-    async def _stop_joining(self) -> None:
-        if self._joining is not None:
-            joining, joined = self._joining
-            self._joining = None
-            joining.stop()
-            await settle({"joined": joined})
-
-    async def _close_guarded(self) -> None:
-        if self._link is not None:
-            async with self._guard() as guarded:
-                await guarded.run(self._close)
-
-    def _close(self) -> None:
-        if self._link is not None:
-            self._link.close()
-        self._link = None
+        await self._seat.leave(connection)
 
     @cluster.control
     async def send_weights(self, order: UpdateOrder) -> SendReceipt:
@@ -220,7 +172,7 @@ class TrainerRank:
             PlanError: The weights cannot be sent (any more).
             TransferError: The bytes did not arrive, the sending was aborted, or took too long.
         """
-        link = self._link
+        link = self._seat.link
         if self._options is None or link is None or link.connection != order.connection:
             raise OutOfStepError("the trainer is not in the group that the update goes through")
         if order.epoch <= self._ended_epoch:
@@ -237,7 +189,7 @@ class TrainerRank:
                         stop = threading.Event()
                         digests = await guarded.run(self._send, link, plan, snapshot, stop, on_cancel=stop.set)
                     except BaseException:
-                        await shielded(guarded.run(self._close))
+                        await shielded(guarded.run(self._seat.close))
                         raise
                 sending.done = True
                 return await self._hasher.run(self._receipt, order, plan, digests)
@@ -266,14 +218,14 @@ class TrainerRank:
         for bucket in plan.buckets:
             if len(on_the_way) == IN_FLIGHT:
                 wait_for_oldest()
-            flat = in_place(plan, bucket, snapshot.tensors, self._device)
+            flat = in_place(plan, bucket, snapshot.tensors, link.device)
             buffer = None
             if flat is None:
                 buffer = packed % BUFFERS
                 packed += 1
                 while any(sent.buffer == buffer for sent in on_the_way):
                     wait_for_oldest()
-                flat = self._buffer(buffer, plan)[: bucket.nbytes]
+                flat = self._buffer(buffer, plan, link.device)[: bucket.nbytes]
                 pack(plan, bucket, snapshot.tensors, flat)
             handle = link.start_send(flat)
             on_the_way.append(
@@ -283,11 +235,11 @@ class TrainerRank:
             wait_for_oldest()
         return digests.result()
 
-    def _buffer(self, index: int, plan: Plan) -> Tensor:
-        if not self._buffers or self._buffers[0].numel() < plan.largest_bucket:
+    def _buffer(self, index: int, plan: Plan, device: str) -> Tensor:
+        if any(buffer.numel() < plan.largest_bucket or buffer.device.type != device for buffer in self._buffers):
             self._buffers = []  # free the old ones before the new ones are allocated
         while len(self._buffers) <= index:
-            self._buffers.append(torch.empty(plan.largest_bucket, dtype=torch.uint8, device=self._device))
+            self._buffers.append(torch.empty(plan.largest_bucket, dtype=torch.uint8, device=device))
         return self._buffers[index]
 
     def _receipt(self, order: UpdateOrder, plan: Plan, digests: Digests) -> SendReceipt:
@@ -319,7 +271,7 @@ class TrainerRank:
     def close(self) -> None:
         """Leave the group and let the rank's threads end. Does not wait."""
         self._closed = True
-        self._close()
+        self._seat.close()
         self._sender.close()
         self._hasher.close()
 

@@ -533,7 +533,7 @@ async def test_an_engine_that_fails_at_any_step_leaves_nothing_locked_and_the_ne
             synchronizer._connection.forget()
             for engine in engines:
                 engine._binding = None
-                engine._close_link()
+                engine._seat.close()
         getattr(engines[1], when)[step] = failing(OSError("the disk is full"))
         with pytest.raises(EngineError, match=r"ToldEngine-1.*the disk is full") as caught:
             await synchronizer.update_weights()
@@ -882,7 +882,7 @@ async def test_a_closed_synchronizer_refuses_everything() -> None:
             pytest.fail("read")
     await synchronizer.aclose()
     assert "closed" in repr(synchronizer)
-    assert [engine._link for engine in engines] == [None, None]
+    assert [engine._seat.link for engine in engines] == [None, None]
 
 
 async def test_an_update_inside_generation_is_refused_in_place_of_waiting_for_itself() -> None:

@@ -26,6 +26,9 @@ from asyncsync.packing import arena_views, hash_bucket, raw, unpack
 class Loader(Protocol):
     """Takes the buckets of one layout, update after update. All methods run on the engine's worker thread."""
 
+    device: str
+    """Device type that buckets arrive on."""
+
     @property
     def touched(self) -> bool:
         """Whether weights in service were overwritten by an update that is not committed."""
@@ -79,7 +82,7 @@ class StagedLoader:
     def __init__(self, binding: Binding, installed: MutableMapping[int, Tensor], device: str) -> None:
         self._binding = binding
         self._installed = installed
-        self._receive_device = device
+        self.device = device
         home = [tensor.device for group in binding.targets for tensor in group]
         self._home = home[0] if home else torch.device("cpu")
         self._bounce: _Bounce | None = None
@@ -92,8 +95,8 @@ class StagedLoader:
         if self._spare is None:
             arena = torch.empty(plan.arena_nbytes, dtype=torch.uint8, device=self._home)
             self._spare = (arena, arena_views(plan, arena))
-        if self._home.type != self._receive_device and self._bounce is None:
-            self._bounce = _Bounce(plan.largest_bucket, self._receive_device)
+        if self._home.type != self.device and self._bounce is None:
+            self._bounce = _Bounce(plan.largest_bucket, self.device)
         self._digests = StreamingDigests(len(plan.specs))
 
     def target(self, bucket: Bucket) -> Tensor:
@@ -149,13 +152,13 @@ class InPlaceLoader:
     def __init__(self, binding: Binding, device: str) -> None:
         self.touched = False
         self._binding = binding
-        self._device = device
+        self.device = device
         self._bounce: _Bounce | None = None
         self._digests = StreamingDigests(0)
 
     def begin(self) -> None:
         if self._bounce is None:
-            self._bounce = _Bounce(self._binding.plan.largest_bucket, self._device)
+            self._bounce = _Bounce(self._binding.plan.largest_bucket, self.device)
         self._digests = StreamingDigests(len(self._binding.plan.specs))
 
     def target(self, bucket: Bucket) -> Tensor:

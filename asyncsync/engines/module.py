@@ -15,7 +15,6 @@ import itertools
 import threading
 import uuid
 from collections import deque
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from types import TracebackType
 
@@ -28,13 +27,14 @@ from asyncsync.engines.base import EngineReceipt
 from asyncsync.engines.binding import Binding, bind
 from asyncsync.engines.gate import GenerationGate
 from asyncsync.engines.loading import InPlaceLoader, Loader, StagedLoader
-from asyncsync.errors import ConnectError, EngineError, OutOfStepError, PlanError, TaintedEngineError, TransferError
+from asyncsync.errors import EngineError, OutOfStepError, PlanError, TaintedEngineError, TransferError
+from asyncsync.guard import memory_saver_guard
 from asyncsync.messages import Contacts, EngineStatus, Layout, Policy, Rendezvous, UpdateOrder
 from asyncsync.packing import digest_weights
 from asyncsync.shield import shielded
 from asyncsync.threads import WorkerThread
-from asyncsync.transports import broadcast
 from asyncsync.transports.base import Link
+from asyncsync.transports.seat import Seat
 
 
 @dataclass(slots=True)
@@ -88,11 +88,9 @@ class ModuleEngine:
         self._tainted: str | None = None
         self._stale_cache = False
         self._paused = False
-        self._receive_device = "cpu"
         self._binding: Binding | None = None
         self._loader: Loader | None = None
-        self._link: Link | None = None
-        self._joining: tuple[broadcast.Joining, Future[None]] | None = None
+        self._seat = Seat(lambda: memory_saver_guard(offload=False, thread=self._worker))
         self._session: _Session | None = None
 
     @property
@@ -142,7 +140,7 @@ class ModuleEngine:
             weight_version=self.weight_version,
             newest_version=self._version or 0,
             tainted=self._tainted,
-            connection=self._link.connection if self._link else None,
+            connection=self._seat.connection,
             plan_digest=binding.plan.digest if binding else None,
             partial=binding is not None and binding.partial,
             control_group=self.control_group is not None or not cluster.in_actor(),
@@ -161,42 +159,17 @@ class ModuleEngine:
     @cluster.control
     async def open_group(self, rendezvous: Rendezvous) -> Contacts:
         """See :meth:`asyncsync.RolloutEngine.open_group`."""
-        self._stop_joining()
-        self._close_link()
-        joining = broadcast.Joining(rendezvous, address=cluster.node_address())
-        self._joining = joining, self._worker.submit(self._join, joining)
-        return await joining.contacts()
+        return await self._seat.open(rendezvous, address=cluster.node_address())
 
     @cluster.control
     async def join_group(self, connection: str, contacts: Contacts) -> None:
         """See :meth:`asyncsync.RolloutEngine.join_group`."""
-        if self._joining is None or self._joining[0].rendezvous.connection != connection:
-            raise ConnectError("the group to join was closed meanwhile")
-        joining, joined = self._joining
-        joining.introduce(contacts)
-        await asyncio.wrap_future(joined)
-
-    def _join(self, joining: broadcast.Joining) -> None:
-        # Sets the link itself: if the waiting call is cancelled, leave_group (queued behind) still finds it.
-        self._link = joining.join()
-        self._loader = None
-        self._receive_device = "cuda" if joining.rendezvous.backend == "nccl" else "cpu"
+        await self._seat.join(connection, contacts)
 
     @cluster.control
     async def leave_group(self, connection: str) -> None:
         """See :meth:`asyncsync.RolloutEngine.leave_group`."""
-        if self._joining is not None and self._joining[0].rendezvous.connection == connection:
-            self._stop_joining()
-        await self._worker.run(self._leave, connection)
-
-    def _stop_joining(self) -> None:
-        if self._joining is not None:
-            self._joining[0].stop()
-            self._joining = None
-
-    def _leave(self, connection: str) -> None:
-        if self._link is not None and self._link.connection == connection:
-            self._close_link()
+        await self._seat.leave(connection)
 
     @cluster.control
     async def pause_generation(self, epoch: int, policy: Policy) -> None:
@@ -301,18 +274,19 @@ class ModuleEngine:
             raise EngineError(f"the update of epoch {self._session.order.epoch} is still being received")
         if self._binding is None or self._binding.plan.digest != order.plan_digest:
             raise OutOfStepError("the layout of this update was not agreed on with this engine")
-        if self._link is None or self._link.connection != order.connection:
+        link = self._seat.link
+        if link is None or link.connection != order.connection:
             raise OutOfStepError("this engine is not in the group that the update comes through")
         self._epoch = order.epoch
-        if self._loader is None:
+        if self._loader is None or self._loader.device != link.device:
             self._loader = (
-                StagedLoader(self._binding, self._installed, self._receive_device)
+                StagedLoader(self._binding, self._installed, link.device)
                 if self._staged
-                else InPlaceLoader(self._binding, self._receive_device)
+                else InPlaceLoader(self._binding, link.device)
             )
         scope = anyio.CancelScope(deadline=anyio.current_time() + order.timeout)
         self._session = _Session(order, self._loader, scope)
-        return self._session, self._link
+        return self._session, link
 
     def _receive(self, link: Link, session: _Session) -> str:
         """Take and hash every bucket, while others are on their way; returns the digest of all."""
@@ -344,7 +318,8 @@ class ModuleEngine:
     def _spoil(self, session: _Session, link: Link) -> None:
         """The transfer failed: leave the group, and the buffers that it may still write to."""
         link.close()
-        self._link = None
+        if self._seat.link is link:
+            self._seat.link = None
         self._worker.submit(self._drop, session)
 
     def _drop(self, session: _Session) -> None:
@@ -370,11 +345,6 @@ class ModuleEngine:
     def _taint(self, what: str) -> None:
         self._tainted = f"{what}: the engine stays paused until a whole update repairs it"
         self._gate.bar(self._tainted)
-
-    def _close_link(self) -> None:
-        if self._link is not None:
-            self._link.close()
-            self._link = None
 
     def _device(self) -> str:
         tensors = itertools.chain(self.module.parameters(), self.module.buffers())

@@ -16,6 +16,8 @@ class Link(Protocol):
     """
 
     connection: str
+    device: str
+    """Device type that the bytes are sent from and received on."""
 
     def start_send(self, flat: Tensor) -> Any:
         """Start to send a flat uint8 tensor, which must stay as it is until the returned handle is waited for."""

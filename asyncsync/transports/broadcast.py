@@ -162,11 +162,13 @@ class BroadcastLink:
     Attributes:
         connection: The group's name.
         backend: ``"gloo"`` or ``"nccl"``.
+        device: Device type that the bytes are sent from and received on.
     """
 
     def __init__(self, rendezvous: Rendezvous, group: ProcessGroup, store: MeetingStore) -> None:
         self.connection = rendezvous.connection
         self.backend = rendezvous.backend
+        self.device = "cuda" if rendezvous.backend == "nccl" else "cpu"
         self._timeout = timedelta(seconds=rendezvous.operation_timeout)
         self._group: ProcessGroup | None = group
         self._store: MeetingStore | None = store
