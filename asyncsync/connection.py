@@ -178,6 +178,8 @@ class Connection:
                 "the trainer would not answer while it trains: "
                 "declare its class with @asyncsync.remote(…) in place of @ray.remote(…)"
             )
+        if trainer.holding is not None:
+            raise PlanError("the trainer's weights are sharded over ranks: give the synchronizer a list of all of them")
         if trainer.specs == ():
             raise PlanError("there is not one tensor to send (did name_map leave all of them out?)")
         if trainer.specs is not None:

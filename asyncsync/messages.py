@@ -9,15 +9,19 @@ replaced, changes nothing.
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 import torch
 
 from asyncsync.buckets import TensorSpec
-from asyncsync.weights import NameMap
+from asyncsync.shards import Holding
 
 PROTOCOL_VERSION = 1
+
+NameMap: TypeAlias = Callable[[str], str | None]
+"""From the trainer's name of a tensor to the engines'; None leaves the tensor out."""
 
 Backend: TypeAlias = Literal["gloo", "nccl"]
 
@@ -79,6 +83,8 @@ class TrainerStatus:
         plan_digest: Digest of its plan.
         specs: What it will send; None if the caller knows this plan already.
         epoch: The newest it has seen.
+        holding: What it holds of each tensor; None: all of every one.
+        shard_connections: The groups it is in through which shards go to the source rank.
         control_group: Whether its control calls are answered while its other methods run.
     """
 
@@ -87,6 +93,8 @@ class TrainerStatus:
     connection: str | None
     plan_digest: str
     specs: tuple[TensorSpec, ...] | None
+    holding: Holding | None = None
+    shard_connections: tuple[str, ...] = ()
     epoch: int = 0
     control_group: bool = True
 
@@ -137,6 +145,8 @@ class Rendezvous:
         world_size: Members in all.
         join_timeout: Seconds to wait for the other members.
         operation_timeout: Seconds after which an operation on the group gives up by itself.
+        shards_of: None: the group leads from the source rank to engines; else it leads from this trainer rank to the
+            source rank, and carries shards.
         protocol: The version of this protocol.
     """
 
@@ -146,6 +156,7 @@ class Rendezvous:
     world_size: int
     join_timeout: float
     operation_timeout: float
+    shards_of: int | None = None
     protocol: int = PROTOCOL_VERSION
 
 
@@ -161,6 +172,7 @@ class UpdateOrder:
         policy: What is done with requests in flight.
         base_epoch: The attempt that made the published version; "changed" is told against it.
         timeout: Seconds after which to give it up, should the conductor be gone.
+        shards: Common part of the names of the groups that shards come through, if any do.
     """
 
     epoch: int
@@ -170,6 +182,7 @@ class UpdateOrder:
     policy: Policy
     base_epoch: int | None
     timeout: float
+    shards: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

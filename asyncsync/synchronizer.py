@@ -39,12 +39,12 @@ from asyncsync.errors import (
 from asyncsync.fanout import race, settle
 from asyncsync.fleet import Fleet, Member, combine_errors
 from asyncsync.lock import RolloutLock
-from asyncsync.messages import EngineStatus, Policy, ReadOptions, SendReceipt, UpdateOrder
+from asyncsync.messages import EngineStatus, NameMap, Policy, ReadOptions, SendReceipt, UpdateOrder
 from asyncsync.report import EngineState, WeightUpdate
 from asyncsync.shared_lock import SharedRolloutLock
 from asyncsync.shield import CLEANUP_TIMEOUT, shielded
-from asyncsync.trainer import as_trainer
-from asyncsync.weights import NameMap, Weights
+from asyncsync.trainer_group import as_trainer
+from asyncsync.weights import Weights
 
 DEFAULT_TIMEOUT = 600.0
 """Seconds for a whole update."""

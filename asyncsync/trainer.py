@@ -14,8 +14,9 @@ import asyncio
 import threading
 import uuid
 from collections import deque
+from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import anyio
@@ -26,10 +27,11 @@ from torch import Tensor
 from asyncsync import cluster
 from asyncsync.buckets import Bucket, Plan, plan_buckets
 from asyncsync.digests import Digests, StreamingDigests, combine
-from asyncsync.errors import OutOfStepError, TransferError
+from asyncsync.errors import ConnectError, OutOfStepError, TransferError
 from asyncsync.guard import MemorySaverGuard, memory_saver_guard
 from asyncsync.messages import Contacts, ReadOptions, Rendezvous, SendReceipt, TrainerStatus, UpdateOrder
 from asyncsync.packing import hash_bucket, in_place, pack
+from asyncsync.shards import Holding, ShardPlan
 from asyncsync.shield import shielded
 from asyncsync.threads import WorkerThread
 from asyncsync.transports.base import Link
@@ -50,6 +52,10 @@ class Trainer(Protocol):
         """Read names, dtypes and shapes, and plan. The tensors are left out if the plan is the known one."""
         ...
 
+    async def share_holdings(self, rank: int, holdings: tuple[Holding | None, ...]) -> tuple[int, ...]:
+        """Learn which rank this is of several, and what each holds; returns those that bring shards to the source."""
+        ...
+
     async def open_trainer_group(self, rendezvous: Rendezvous) -> Contacts:
         """Leave the group it is in, if any, and begin to join this one; returns how this rank is reached."""
         ...
@@ -62,8 +68,8 @@ class Trainer(Protocol):
         """Leave a group, joined or only opened; no error if there is none of that name."""
         ...
 
-    async def send_weights(self, order: UpdateOrder) -> SendReceipt:
-        """Collective. Read the weights, and send every bucket."""
+    async def send_weights(self, order: UpdateOrder) -> SendReceipt | None:
+        """Collective. Read the weights, and send every bucket; None if this rank only brings shards to the source."""
         ...
 
     async def abort_send(self, epoch: int) -> None:
@@ -102,9 +108,14 @@ class TrainerRank:
         self._sender_thread = WorkerThread("asyncsync-sender")
         self._hasher = WorkerThread("asyncsync-hasher")
         self._seat = Seat(self._guard)
+        self._shard_seats: dict[int, Seat] = {}
+        self._rank = 0
+        self._holdings: tuple[Holding | None, ...] = ()
+        self._shards: ShardPlan | None = None
         self._options: ReadOptions | None = None
         self._plan: Plan | None = None
         self._buffers: list[Tensor] = []
+        self._messages: list[Tensor] = []
         self._sending: _Sending | None = None
         self._ended_epoch = 0
         self._closed = False
@@ -127,6 +138,8 @@ class TrainerRank:
             connection=self._seat.connection,
             plan_digest=plan.digest,
             specs=None if plan.digest == known_digest else plan.specs,
+            holding=snapshot.holding,
+            shard_connections=tuple(seat.connection for seat in self._shard_seats.values() if seat.connection),
             epoch=self._ended_epoch,
             control_group=self.control_group is not None or not cluster.in_actor(),
         )
@@ -147,7 +160,9 @@ class TrainerRank:
             ConnectError: This end cannot be reached, or speaks another protocol.
             MemorySaverError: The guard could not be entered.
         """
-        return await self._seat.open(rendezvous, address=cluster.node_address())
+        rank = rendezvous.shards_of
+        seat = self._seat if rank is None else self._shard_seats.setdefault(rank, Seat(self._guard))
+        return await seat.open(rendezvous, address=cluster.node_address())
 
     @cluster.control
     async def join_trainer_group(self, connection: str, contacts: Contacts) -> None:
@@ -156,30 +171,62 @@ class TrainerRank:
         Raises:
             ConnectError: A member could not be reached, or the group was closed meanwhile.
         """
-        await self._seat.join(connection, contacts)
+        for seat in self._seats:
+            if seat.expects(connection):
+                return await seat.join(connection, contacts)
+        raise ConnectError("the group to join was closed meanwhile")
 
     @cluster.control
     async def leave_trainer_group(self, connection: str) -> None:
         """See :class:`Trainer`."""
-        await self._seat.leave(connection)
+        for seat in self._seats:
+            await seat.leave(connection)
 
     @cluster.control
-    async def send_weights(self, order: UpdateOrder) -> SendReceipt:
+    async def share_holdings(self, rank: int, holdings: tuple[Holding | None, ...]) -> tuple[int, ...]:
         """See :class:`Trainer`.
 
         Raises:
-            OutOfStepError: The order's group or layout is not this trainer's (any more). Nothing was sent.
+            PlanError: The shards of a tensor do not tile it.
+        """
+        self._rank, self._holdings = rank, holdings
+        self._shards = await self._sender.run(self._plan_shards, self._plan)
+        return self._shards.bringers if self._shards else ()
+
+    def _plan_shards(self, plan: Plan | None) -> ShardPlan | None:
+        if plan is None or all(holding is None for holding in self._holdings):
+            return None
+        whole: Holding = (None,) * len(plan.specs)
+        return ShardPlan(plan, [whole if holding is None else holding for holding in self._holdings])
+
+    @property
+    def _seats(self) -> tuple[Seat, ...]:
+        return (self._seat, *self._shard_seats.values())
+
+    def _close_links(self) -> None:
+        for seat in self._seats:
+            seat.close()
+
+    @cluster.control
+    async def send_weights(self, order: UpdateOrder) -> SendReceipt | None:
+        """See :class:`Trainer`.
+
+        Raises:
+            OutOfStepError: The order's groups or layout are not this rank's (any more). Nothing was sent.
             PlanError: The weights cannot be sent (any more).
             TransferError: The bytes did not arrive, the sending was aborted, or took too long.
         """
-        link = self._seat.link
-        if self._options is None or link is None or link.connection != order.connection:
-            raise OutOfStepError("the trainer is not in the group that the update goes through")
+        if self._options is None:
+            raise OutOfStepError("the trainer was not asked for its weights yet")
+        links = self._links(order)
         if order.epoch <= self._ended_epoch:
             raise OutOfStepError(f"the update of epoch {order.epoch} has ended already")
         plan, snapshot = await self._sender.run(self._read, self._options)
         if plan.digest != order.plan_digest:
             raise OutOfStepError("the layout of the trainer's weights changed")
+        if order.shards is not None and snapshot.holding != self._holdings[self._rank]:
+            raise OutOfStepError("the trainer's weights are sharded in another way now")
+        send = self._send_shards if links.engines is None else self._send
         sending = _Sending(order.epoch, anyio.CancelScope(deadline=anyio.current_time() + order.timeout))
         self._sending = sending
         try:
@@ -187,38 +234,54 @@ class TrainerRank:
                 async with self._guard() as guarded:
                     try:
                         stop = threading.Event()
-                        digests = await guarded.run(self._send, link, plan, snapshot, stop, on_cancel=stop.set)
+                        digests = await guarded.run(send, links, plan, snapshot, stop, on_cancel=stop.set)
                     except BaseException:
-                        await shielded(guarded.run(self._seat.close))
+                        await shielded(guarded.run(self._close_links))
                         raise
                 sending.done = True
-                return await self._hasher.run(self._receipt, order, plan, digests)
+                return None if digests is None else await self._hasher.run(self._receipt, order, plan, digests)
         finally:
             if not sending.done:
-                self._buffers = []  # an abandoned broadcast may still read them
+                self._buffers, self._messages = [], []  # an abandoned operation may still use them
             sending.ended.set()
         what = "was aborted" if sending.scope.deadline > anyio.current_time() else "took too long"
         raise TransferError(f"sending the weights of update {order.version} {what}")
 
-    def _send(self, link: Link, plan: Plan, snapshot: Snapshot, stop: threading.Event) -> Digests:
+    def _links(self, order: UpdateOrder) -> _Links:
+        """The groups that an order goes through, at this rank: the source is whoever is in the engines' group."""
+        engines = self._seat.link if self._seat.connection == order.connection else None
+        if order.shards is None:
+            if engines is None:
+                raise OutOfStepError("the trainer is not in the group that the update goes through")
+            return _Links(engines)
+        if self._shards is None:
+            raise OutOfStepError("this rank was not told what the others hold")
+        shards: dict[int, Link] = {}
+        for rank in (self._rank,) if engines is None else self._shards.bringers:
+            link = self._shard_seats[rank].link if rank in self._shard_seats else None
+            if link is None or link.connection != shard_connection(order.shards, rank):
+                raise OutOfStepError("the trainer's ranks are not in the groups that their shards go through")
+            shards[rank] = link
+        return _Links(engines, self._shards, shards)
+
+    def _send(self, links: _Links, plan: Plan, snapshot: Snapshot, stop: threading.Event) -> Digests:
         """Pack, send and hash every bucket: one while others are on their way."""
+        link = links.engines
+        assert link is not None
         digests = StreamingDigests(len(plan.specs))
         on_the_way: deque[_Sent] = deque()
         packed = 0
 
         def wait_for_oldest() -> None:
             sent = on_the_way.popleft()
-            try:
-                link.wait(sent.handle, stop)
-            except TransferError as error:
-                error.bucket = sent.bucket.index
-                raise
+            wait(link, sent.handle, sent.bucket, stop)
             sent.hashed.result()
 
         for bucket in plan.buckets:
             if len(on_the_way) == IN_FLIGHT:
                 wait_for_oldest()
-            flat = in_place(plan, bucket, snapshot.tensors, link.device)
+            whole = links.plan is None or links.plan.is_whole(bucket)
+            flat = in_place(plan, bucket, snapshot.tensors, link.device) if whole else None
             buffer = None
             if flat is None:
                 buffer = packed % BUFFERS
@@ -226,21 +289,57 @@ class TrainerRank:
                 while any(sent.buffer == buffer for sent in on_the_way):
                     wait_for_oldest()
                 flat = self._buffer(buffer, plan, link.device)[: bucket.nbytes]
-                pack(plan, bucket, snapshot.tensors, flat)
+                if whole:
+                    pack(plan, bucket, snapshot.tensors, flat)
+                else:
+                    self._gather(links, bucket, snapshot, flat, stop)
             handle = link.start_send(flat)
-            on_the_way.append(
-                _Sent(bucket, handle, self._hasher.submit(hash_bucket, plan, bucket, flat, digests), buffer)
-            )
+            hashed = self._hasher.submit(hash_bucket, plan, bucket, flat, digests)
+            on_the_way.append(_Sent(bucket, handle, hashed, buffer))
         while on_the_way:
             wait_for_oldest()
         return digests.result()
 
+    def _gather(self, links: _Links, bucket: Bucket, snapshot: Snapshot, flat: Tensor, stop: threading.Event) -> None:
+        """Put a bucket together from what the ranks hold."""
+        shards, holding = links.plan, snapshot.holding
+        assert shards is not None
+        assert holding is not None
+        messages, handles, start = {}, {}, 0
+        for rank, link in links.shards.items():
+            if nbytes := shards.nbytes(bucket, rank):
+                messages[rank] = self._message(0, shards.largest_gather, link.device)[start : start + nbytes]
+                handles[rank] = link.start_receive(messages[rank])
+                start += nbytes
+        for rank, handle in handles.items():
+            wait(links.shards[rank], handle, bucket, stop)
+        shards.assemble(bucket, holding, snapshot.tensors, messages, flat)
+
+    def _send_shards(self, links: _Links, plan: Plan, snapshot: Snapshot, stop: threading.Event) -> None:
+        """Bring this rank's parts of every bucket to the source: one while the last is on its way."""
+        shards, holding = links.plan, snapshot.holding
+        assert shards is not None
+        assert holding is not None
+        ((rank, link),) = links.shards.items()
+        on_the_way: deque[tuple[Bucket, object]] = deque()
+        sent = 0
+        for bucket in plan.buckets:
+            if nbytes := shards.nbytes(bucket, rank):
+                if len(on_the_way) == BUFFERS:
+                    oldest, handle = on_the_way.popleft()
+                    wait(link, handle, oldest, stop)
+                message = self._message(sent % BUFFERS, shards.largest_message(rank), link.device)[:nbytes]
+                shards.pack_parts(bucket, rank, holding, snapshot.tensors, message)
+                on_the_way.append((bucket, link.start_send(message)))
+                sent += 1
+        for oldest, handle in on_the_way:
+            wait(link, handle, oldest, stop)
+
     def _buffer(self, index: int, plan: Plan, device: str) -> Tensor:
-        if any(buffer.numel() < plan.largest_bucket or buffer.device.type != device for buffer in self._buffers):
-            self._buffers = []  # free the old ones before the new ones are allocated
-        while len(self._buffers) <= index:
-            self._buffers.append(torch.empty(plan.largest_bucket, dtype=torch.uint8, device=device))
-        return self._buffers[index]
+        return _kept(self._buffers, index, plan.largest_bucket, device)
+
+    def _message(self, index: int, nbytes: int, device: str) -> Tensor:
+        return _kept(self._messages, index, nbytes, device)
 
     def _receipt(self, order: UpdateOrder, plan: Plan, digests: Digests) -> SendReceipt:
         if self._sent is not None and self._sent[0] == order.base_epoch:
@@ -271,7 +370,7 @@ class TrainerRank:
     def close(self) -> None:
         """Leave the group and let the rank's threads end. Does not wait."""
         self._closed = True
-        self._seat.close()
+        self._close_links()
         self._sender.close()
         self._hasher.close()
 
@@ -294,11 +393,43 @@ class _Sending:
 
 
 @dataclass(frozen=True, slots=True)
+class _Links:
+    """The groups of one update at one rank: to the engines, and by rank those that shards come or go through."""
+
+    engines: Link | None
+    plan: ShardPlan | None = None
+    shards: Mapping[int, Link] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class _Sent:
     bucket: Bucket
     handle: object
     hashed: Future[None]
     buffer: int | None
+
+
+def shard_connection(shards: str, rank: int) -> str:
+    """Name of the group through which a rank brings its shards."""
+    return f"{shards}/{rank}"
+
+
+def wait(link: Link, handle: object, bucket: Bucket, stop: threading.Event) -> None:
+    """Wait for a bucket's operation; its error says which bucket it was."""
+    try:
+        link.wait(handle, stop)
+    except TransferError as error:
+        error.bucket = bucket.index
+        raise
+
+
+def _kept(buffers: list[Tensor], index: int, nbytes: int, device: str) -> Tensor:
+    """One of several buffers of a size, kept from update to update."""
+    if any(buffer.numel() < nbytes or buffer.device.type != device for buffer in buffers):
+        buffers.clear()  # free the old ones before the new ones are allocated
+    while len(buffers) <= index:
+        buffers.append(torch.empty(nbytes, dtype=torch.uint8, device=device))
+    return buffers[index]
 
 
 TRAINER_METHODS = tuple(name for name in vars(Trainer) if not name.startswith("_"))
@@ -341,32 +472,13 @@ class RemoteTrainer:
     async def leave_trainer_group(self, connection: str) -> None:
         await cluster.call(self.handle, "leave_trainer_group", connection)
 
-    async def send_weights(self, order: UpdateOrder) -> SendReceipt:
-        receipt: SendReceipt = await cluster.call(self.handle, "send_weights", order)
+    async def share_holdings(self, rank: int, holdings: tuple[Holding | None, ...]) -> tuple[int, ...]:
+        bringers: tuple[int, ...] = await cluster.call(self.handle, "share_holdings", rank, holdings)
+        return bringers
+
+    async def send_weights(self, order: UpdateOrder) -> SendReceipt | None:
+        receipt: SendReceipt | None = await cluster.call(self.handle, "send_weights", order)
         return receipt
 
     async def abort_send(self, epoch: int) -> None:
         await cluster.call(self.handle, "abort_send", epoch)
-
-
-def as_trainer(candidate: Any, *, offload: bool | None) -> tuple[Trainer, TrainerRank | None]:
-    """The trainer behind whatever a user may pass as one; and the rank made for it here, if one was.
-
-    Raises:
-        TypeError: It is neither a trainer nor weights.
-        ValueError: It is several trainer ranks.
-    """
-    if isinstance(candidate, list | tuple) and candidate and _is_remote(candidate[0]):
-        if len(candidate) > 1:
-            raise ValueError(f"this version sends from one trainer rank, not {len(candidate)}")
-        candidate = candidate[0]
-    if _is_remote(candidate):
-        return RemoteTrainer(candidate), None
-    if isinstance(candidate, TrainerRank):
-        return candidate, None
-    rank = TrainerRank(candidate, offload=offload)
-    return rank, rank
-
-
-def _is_remote(candidate: Any) -> bool:
-    return cluster.is_actor(candidate) or hasattr(getattr(candidate, "describe_weights", None), "remote")

@@ -16,18 +16,17 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from asyncsync.buckets import TensorSpec, list_names
 from asyncsync.errors import PlanError
+from asyncsync.messages import NameMap
+from asyncsync.shards import Block, Holding
+from asyncsync.transports.dtensor import is_dtensor, local_block
 
 NamedTensors: TypeAlias = nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 
 Weights: TypeAlias = NamedTensors | Callable[[], NamedTensors]
 """What can be sent: a module, a state dict, pairs of name and tensor, or a function that returns one of these."""
 
-NameMap: TypeAlias = Callable[[str], str | None]
-"""From the trainer's name of a tensor to the engines'; None leaves the tensor out."""
-
-
-_Found: TypeAlias = tuple[str, torch.dtype, torch.Size, object]
-"""A tensor as one reading found it: name, dtype, shape, and what tells its memory."""
+_Found: TypeAlias = tuple[str, torch.dtype, torch.Size, object, Block | None]
+"""A tensor as one reading found it: name, dtype, shape, what tells its memory, and which part of it lies here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +35,13 @@ class Snapshot:
 
     Attributes:
         specs: One per distinct tensor; tied names are aliases of one spec.
-        tensors: The tensors, in the same order, detached.
+        tensors: The tensors, in the same order, detached; of a sharded one, what lies on this rank.
+        holding: Which part of each tensor that is; None if every tensor is whole.
     """
 
     specs: tuple[TensorSpec, ...]
     tensors: tuple[Tensor, ...]
+    holding: Holding | None = None
 
 
 class WeightSource:
@@ -76,18 +77,23 @@ class WeightSource:
 
         Raises:
             PlanError: A name occurs twice (after ``name_map``), or a tensor cannot be sent: it is on the meta device,
-                sparse, quantized, nested, sharded over ranks, or no tensor at all.
+                sparse, quantized, nested, a DTensor that is still to be summed, or no tensor at all.
         """
         pairs = list(named_tensors(self._weights))
         if name_map is not None:
             pairs = [(mapped, tensor) for name, tensor in pairs if (mapped := name_map(name)) is not None]
-        _refuse_unsendable(pairs)
+        held = [_hold(name, tensor) for name, tensor in pairs]
+        _refuse_unsendable([(name, one.tensor) for (name, _), one in zip(pairs, held, strict=True)])
         if odd := [name for name, _ in pairs if not isinstance(name, str)]:
             raise PlanError(f"names must be strings, not {', '.join(map(repr, odd[:8]))}")
-        layout = [(name, tensor.dtype, tensor.shape, _identity(tensor)) for name, tensor in pairs]
+        layout = [
+            (name, one.tensor.dtype, one.tensor.shape if one.whole is None else one.whole, _identity(one), one.block)
+            for (name, _), one in zip(pairs, held, strict=True)
+        ]
         if self._last is None or self._last.layout != layout or self._last.dtype != dtype:
             self._last = _Reading(layout, dtype)
-        return Snapshot(self._last.specs, tuple(pairs[index][1].detach() for index in self._last.firsts))
+        tensors = tuple(held[index].tensor.detach() for index in self._last.firsts)
+        return Snapshot(self._last.specs, tensors, self._last.holding)
 
 
 class _Reading:
@@ -96,17 +102,19 @@ class _Reading:
     def __init__(self, layout: list[_Found], dtype: torch.dtype | None) -> None:
         _refuse_duplicates([name for name, *_ in layout])
         groups: dict[object, list[int]] = {}
-        for index, (*_, identity) in enumerate(layout):
+        for index, (*_, identity, _) in enumerate(layout):
             groups.setdefault(index if identity is None else identity, []).append(index)
         specs = []
         for first, *others in groups.values():
-            name, held, shape, _ = layout[first]
+            name, held, shape, *_ = layout[first]
             sent = dtype if dtype is not None and held.is_floating_point else held
             specs.append(TensorSpec(name, sent, tuple(shape), tuple(layout[other][0] for other in others)))
         self.layout = layout
         self.dtype = dtype
         self.firsts = [first for first, *_ in groups.values()]
         self.specs = tuple(specs)
+        holding = tuple(layout[first][-1] for first in self.firsts)
+        self.holding = None if all(block is None for block in holding) else holding
 
 
 def named_tensors(weights: Weights) -> Iterator[tuple[str, Tensor]]:
@@ -133,10 +141,35 @@ def module_tensors(module: nn.Module) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in module.state_dict(keep_vars=True).items() if id(tensor) in own}
 
 
-def _identity(tensor: Tensor) -> object:
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A tensor as it lies on this rank.
+
+    Attributes:
+        tensor: What lies here.
+        whole: The shape of the whole, of a DTensor.
+        block: Which part of the whole lies here; None if it is all.
+        origin: What tells a DTensor with nothing here from another.
+    """
+
+    tensor: Tensor
+    whole: torch.Size | None = None
+    block: Block | None = None
+    origin: int | None = None
+
+
+def _hold(name: str, tensor: Tensor) -> _Held:
+    if not is_dtensor(tensor):
+        return _Held(tensor)
+    local, block = local_block(name, tensor)
+    return _Held(local, tensor.shape, block, id(tensor))
+
+
+def _identity(held: _Held) -> object:
     """Equal for two names of the same memory seen the same way; None without memory: there is nothing to share."""
+    tensor = held.tensor
     if tensor.numel() == 0:
-        return None
+        return held.origin
     return (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
 
 

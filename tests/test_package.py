@@ -17,9 +17,9 @@ PACKAGE = Path(asyncsync.__file__).parent
 
 FLOORS = (
     {"errors", "report"},
-    {"shield", "threads", "digests", "buckets", "packing", "clock", "fanout", "coalesce", "lock", "guard"},
+    {"shield", "threads", "digests", "buckets", "packing", "shards", "clock", "fanout", "coalesce", "lock", "guard"},
     {"weights", "messages", "cluster", "transports"},
-    {"engines", "trainer", "shared_lock"},
+    {"engines", "trainer", "trainer_group", "shared_lock"},
     {"fleet", "connection", "attempt"},
     {"synchronizer"},
     {"__init__"},
@@ -40,7 +40,7 @@ DOORS = {
 }
 """Third parties that one module is the door to; cli and demos may start the cluster they run on."""
 
-PURE = {"errors", "report", "digests", "buckets", "packing"}
+PURE = {"errors", "report", "digests", "buckets", "packing", "shards"}
 
 
 def modules() -> dict[str, Path]:

@@ -62,13 +62,17 @@ class Seat:
         finally:
             contacts.cancel()
 
+    def expects(self, connection: str) -> bool:
+        """Whether this group was opened here."""
+        return self._joining is not None and self._joining[0].rendezvous.connection == connection
+
     async def join(self, connection: str, contacts: Contacts) -> None:
         """Collective. Join the group that was opened, whose members are reached like this.
 
         Raises:
             ConnectError: A member could not be reached, or the group was left meanwhile.
         """
-        if self._joining is None or self._joining[0].rendezvous.connection != connection:
+        if self._joining is None or not self.expects(connection):
             raise ConnectError("the group to join was closed meanwhile")
         joining, joined = self._joining
         joining.introduce(contacts)

@@ -1,0 +1,291 @@
+"""Tensors that lie in pieces on several trainer ranks: who holds what, and how a bucket is put together. Pure.
+
+Every rank tells which *block* of each tensor it holds: a box, as data parallel, tensor parallel and combined sharding
+all give. From that, each rank knows which parts of a bucket it has to bring to the source rank, in which order, and the
+source knows what comes from whom. No rank ever needs more than its parts of a bucket, and the source no tensor whole:
+the parts go to their places in the bucket's buffer.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from asyncsync.buckets import ALIGNMENT, Bucket, Piece, Plan, TensorSpec
+from asyncsync.errors import PlanError
+from asyncsync.packing import pack, raw, row_major
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """The part of a tensor that a rank holds: a box of it.
+
+    Attributes:
+        start: Its first index in every dimension.
+        shape: Its shape; empty if any size is 0.
+    """
+
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """How many elements it has."""
+        return math.prod(self.shape)
+
+    def rows(self, first: int, stop: int) -> Block:
+        """The part of it that lies in these rows (indices of dimension 0) of the tensor."""
+        low, high = max(self.start[0], first), min(self.start[0] + self.shape[0], stop)
+        return Block((low, *self.start[1:]), (max(0, high - low), *self.shape[1:]))
+
+    def of(self, tensor: Tensor, origin: Sequence[int]) -> Tensor:
+        """The view of a tensor that this box is, if the tensor's first element lies at ``origin``."""
+        for dimension, (start, size, at) in enumerate(zip(self.start, self.shape, origin, strict=True)):
+            tensor = tensor.narrow(dimension, start - at, size)
+        return tensor
+
+    def overlaps(self, other: Block) -> bool:
+        """Whether the two have an element in common."""
+        return all(
+            max(start, begin) < min(start + size, begin + extent)
+            for start, size, begin, extent in zip(self.start, self.shape, other.start, other.shape, strict=True)
+        )
+
+
+Holding: TypeAlias = tuple[Block | None, ...]
+"""What a rank holds of each tensor of a layout, in order; None is all of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one rank brings to one bucket of one tensor.
+
+    Attributes:
+        tensor: Index of the tensor in the plan.
+        block: Which box of the tensor.
+        offset: Where it begins in the rank's flat message, in bytes.
+    """
+
+    tensor: int
+    block: Block
+    offset: int
+
+
+class ShardPlan:
+    """Which rank brings which parts of each bucket to the source, which is rank 0.
+
+    Of a block that several ranks hold, the first brings it.
+
+    Args:
+        plan: The plan of the whole tensors.
+        holdings: What each rank holds.
+
+    Raises:
+        PlanError: The blocks of a tensor overlap or leave gaps.
+    """
+
+    def __init__(self, plan: Plan, holdings: Sequence[Holding]) -> None:
+        self.plan = plan
+        self.ranks = len(holdings)
+        self._owners: dict[int, tuple[tuple[int, Block], ...]] = {}
+        known: dict[object, tuple[tuple[int, Block], ...] | None] = {}
+        torn: list[TensorSpec] = []
+        for index, spec in enumerate(plan.specs):
+            held = tuple(holding[index] for holding in holdings)
+            if held[0] is None or spec.nbytes == 0:
+                continue  # the source has all of it
+            key = (spec.shape, held)
+            if key not in known:
+                known[key] = _owners(spec.shape, held)
+            owners = known[key]
+            if owners is None:
+                torn.append(spec)
+            else:
+                self._owners[index] = owners
+        if torn:
+            names = [spec.name for spec in torn]
+            raise PlanError(
+                f"the ranks' shards overlap, or leave gaps: {', '.join(map(str, torn[:8]))}"
+                f"{f' and {len(torn) - 8} more' if len(torn) > 8 else ''} (are all ranks of the mesh given?)",
+                names=names,
+            )
+        self._parts: dict[tuple[int, int], tuple[Part, ...]] = {}
+
+    def is_whole(self, bucket: Bucket) -> bool:
+        """Whether the source holds all of a bucket."""
+        return not any(index in self._owners for index in _tensors(bucket))
+
+    def parts(self, bucket: Bucket, rank: int) -> tuple[Part, ...]:
+        """What a rank brings to a bucket, in order."""
+        if (bucket.index, rank) not in self._parts:
+            self._parts[bucket.index, rank] = tuple(self._find_parts(bucket, rank))
+        return self._parts[bucket.index, rank]
+
+    def nbytes(self, bucket: Bucket, rank: int) -> int:
+        """Bytes of the message that a rank sends for a bucket."""
+        parts = self.parts(bucket, rank)
+        return _end(self.plan, parts[-1]) if parts else 0
+
+    @cached_property
+    def bringers(self) -> tuple[int, ...]:
+        """The ranks that have something to bring to the source."""
+        owners = {rank for owners in self._owners.values() for rank, _ in owners}
+        return tuple(sorted(owners - {0}))
+
+    @cached_property
+    def largest_gather(self) -> int:
+        """Bytes of all messages of a bucket, at the most."""
+        return max(sum(self.nbytes(bucket, rank) for rank in self.bringers) for bucket in self.plan.buckets)
+
+    def largest_message(self, rank: int) -> int:
+        """Bytes of a rank's message for a bucket, at the most."""
+        return max(self.nbytes(bucket, rank) for bucket in self.plan.buckets)
+
+    def _find_parts(self, bucket: Bucket, rank: int) -> list[Part]:
+        parts: list[Part] = []
+        pieces = {piece.tensor: piece for piece in bucket.pieces}
+        for index in _tensors(bucket):
+            for owner, block in self._owners.get(index, ()):
+                if owner == rank:
+                    first, stop = _rows(self.plan.specs[index], pieces.get(index))
+                    block = block.rows(first, stop) if block.shape else block
+                    if block.numel:
+                        offset = _end(self.plan, parts[-1]) if parts else 0
+                        parts.append(Part(index, block, offset))
+        return parts
+
+    def pack_parts(
+        self, bucket: Bucket, rank: int, holding: Holding, tensors: Sequence[Tensor], message: Tensor
+    ) -> None:
+        """Fill a rank's message for a bucket.
+
+        Args:
+            bucket: The bucket.
+            rank: Which rank this is.
+            holding: What it holds.
+            tensors: The blocks it holds, of every tensor of the plan.
+            message: Flat uint8.
+        """
+        with torch.no_grad():
+            for part in self.parts(bucket, rank):
+                _copy(self._of_message(part, message), self._of_tensor(part, holding, tensors))
+
+    def assemble(
+        self,
+        bucket: Bucket,
+        holding: Holding,
+        tensors: Sequence[Tensor],
+        messages: Mapping[int, Tensor],
+        buffer: Tensor,
+    ) -> None:
+        """Fill a bucket's buffer at the source: from its own blocks, and from the other ranks' messages.
+
+        Args:
+            bucket: The bucket.
+            holding: What the source holds.
+            tensors: The blocks it holds, of every tensor of the plan.
+            messages: The other ranks' messages, by rank.
+            buffer: Flat uint8, ``bucket.nbytes`` long.
+        """
+        own = [index in self._owners for index in bucket.whole]
+        pack(
+            self.plan,
+            replace(
+                bucket,
+                whole=tuple(index for index, sharded in zip(bucket.whole, own, strict=True) if not sharded),
+                spans=tuple(span for span, sharded in zip(bucket.spans, own, strict=True) if not sharded),
+                pieces=tuple(piece for piece in bucket.pieces if piece.tensor not in self._owners),
+            ),
+            tensors,
+            buffer,
+        )
+        found: dict[int, list[tuple[Block, Tensor]]] = {}
+        for rank in range(self.ranks):
+            for part in self.parts(bucket, rank):
+                source = self._of_message(part, messages[rank]) if rank else self._of_tensor(part, holding, tensors)
+                found.setdefault(part.tensor, []).append((part.block, source))
+        with torch.no_grad():
+            for index, (start, stop) in zip(bucket.whole, bucket.spans, strict=True):
+                spec = self.plan.specs[index]
+                target = buffer[start:stop].view(spec.dtype).view(spec.shape)
+                for block, source in found.get(index, ()):
+                    _copy(block.of(target, (0,) * len(spec.shape)), source)
+            for piece in bucket.pieces:
+                if piece.tensor in found:
+                    self._assemble_piece(piece, found[piece.tensor], buffer)
+
+    def _assemble_piece(self, piece: Piece, found: Sequence[tuple[Block, Tensor]], buffer: Tensor) -> None:
+        # The rows that the piece touches are put together aside, since it may begin and end in the middle of one.
+        spec = self.plan.specs[piece.tensor]
+        first, stop = _rows(spec, piece)
+        rows = torch.empty((stop - first, *spec.shape[1:]), dtype=spec.dtype, device=buffer.device)
+        for block, source in found:
+            _copy(block.of(rows, (first, *(0,) * (len(spec.shape) - 1))), source)
+        width, skipped = spec.dtype.itemsize, first * math.prod(spec.shape[1:])
+        target = buffer[piece.offset : piece.offset + piece.stop - piece.start]
+        wanted = row_major(rows, piece.start // width - skipped, piece.stop // width - skipped)
+        position = 0
+        for part in wanted:
+            nbytes = part.numel() * width
+            _copy(target[position : position + nbytes].view(spec.dtype).view(part.shape), part)
+            position += nbytes
+
+    def _of_message(self, part: Part, message: Tensor) -> Tensor:
+        dtype = self.plan.specs[part.tensor].dtype
+        return message[part.offset : part.offset + part.block.numel * dtype.itemsize].view(dtype).view(part.block.shape)
+
+    def _of_tensor(self, part: Part, holding: Holding, tensors: Sequence[Tensor]) -> Tensor:
+        held = holding[part.tensor]
+        assert held is not None
+        return part.block.of(tensors[part.tensor], held.start)
+
+
+def _owners(shape: tuple[int, ...], held: Sequence[Block | None]) -> tuple[tuple[int, Block], ...] | None:
+    """The blocks that make up a tensor and the first rank that holds each; None if they do not tile it."""
+    blocks: dict[Block, int] = {}
+    for rank, block in enumerate(held):
+        if block is None:
+            return ((rank, Block((0,) * len(shape), shape)),)
+        if block.numel:
+            blocks.setdefault(block, rank)
+    within = all(
+        start >= 0 and start + size <= extent
+        for block in blocks
+        for start, size, extent in zip(block.start, block.shape, shape, strict=True)
+    )
+    whole = sum(block.numel for block in blocks) == math.prod(shape)
+    if not within or not whole or any(one.overlaps(other) for one, other in itertools.combinations(blocks, 2)):
+        return None
+    return tuple((rank, block) for block, rank in blocks.items())
+
+
+def _tensors(bucket: Bucket) -> tuple[int, ...]:
+    return (*bucket.whole, *(piece.tensor for piece in bucket.pieces))
+
+
+def _rows(spec: TensorSpec, piece: Piece | None) -> tuple[int, int]:
+    """The rows of a tensor that a piece touches; all of them if there is no piece."""
+    if not spec.shape:
+        return 0, 1
+    if piece is None:
+        return 0, spec.shape[0]
+    row = math.prod(spec.shape[1:]) * spec.dtype.itemsize
+    return piece.start // row, -(-piece.stop // row)
+
+
+def _end(plan: Plan, part: Part) -> int:
+    nbytes = part.block.numel * plan.specs[part.tensor].dtype.itemsize
+    return part.offset + -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def _copy(target: Tensor, source: Tensor) -> None:
+    if target.dtype == source.dtype:
+        target, source = raw(target), raw(source)
+    target.copy_(source)

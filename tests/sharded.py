@@ -1,0 +1,109 @@
+"""Trainers of several ranks, each an actor with a real process group: FSDP2, tensor parallel, both, and replicated."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import asyncsync
+from asyncsync import cluster
+from tests.sample import content
+
+KINDS = ("fsdp", "tensor parallel", "fsdp and tensor parallel", "hsdp", "replicated")
+
+
+class Mixed(nn.Module):
+    """Layers of sizes that no number of ranks divides, one dimension, no dimension, and tied weights."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.up = nn.Linear(5, 7)
+        self.down = nn.Linear(7, 3)
+        self.tied = nn.Linear(5, 7, bias=False)
+        self.big = nn.Parameter(torch.empty(9, 6, 5))
+        self.short = nn.Parameter(torch.empty(1))
+        self.register_buffer("steps", torch.tensor(3))
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, generator=generator)
+        self.tied.weight = self.up.weight
+
+
+class ShardedTrainer(asyncsync.TrainerRank):
+    """One rank of a trainer."""
+
+    def __init__(self, rank: int) -> None:
+        torch.set_num_threads(1)
+        self._number = rank
+        self.module = nn.Module()
+        super().__init__(lambda: self.module)
+
+    def hold(self, kind: str, size: int, store: str, seed: int = 1) -> None:
+        """Collective. Become a rank of a new trainer, on a process group of its own."""
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+        torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=self._number, world_size=size)
+        module = Mixed(seed)
+        shard(module, kind, size)
+        self.module = module
+
+    def step(self) -> None:
+        """Change every weight, on this rank's shard."""
+        with torch.no_grad():
+            for parameter in self.module.parameters():
+                parameter.mul_(-2)
+
+    def whole(self) -> dict[str, bytes]:
+        """Collective. The bytes of every whole tensor, put together by torch."""
+        return {name: content(_whole(tensor)) for name, tensor in self.module.state_dict().items()}
+
+    def pid(self) -> int:
+        """The process."""
+        return os.getpid()
+
+
+def shard(module: Mixed, kind: str, size: int) -> None:
+    """Cut a module up over the ranks."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    styles: dict[str, Any] = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    if kind == "fsdp":
+        fully_shard(module, mesh=init_device_mesh("cpu", (size,)))
+    elif kind == "tensor parallel":
+        parallelize_module(module, init_device_mesh("cpu", (size,)), styles)
+        module.tied.weight = module.up.weight  # torch has untied them
+    elif kind == "fsdp and tensor parallel":
+        mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("dp", "tp"))
+        parallelize_module(module, mesh["tp"], styles)
+        module.tied.weight = module.up.weight
+        fully_shard(module, mesh=mesh["dp"])
+    elif kind == "hsdp":
+        fully_shard(module, mesh=init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard")))
+    else:
+        assert kind == "replicated"
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    full = getattr(tensor, "full_tensor", None)
+    return tensor if full is None else full()
+
+
+RemoteShardedTrainer = asyncsync.remote(num_cpus=0)(ShardedTrainer)
+
+
+async def become(ranks: list[Any], kind: str, folder: Path, *, seed: int = 1) -> None:
+    """Have actors become the ranks of a trainer."""
+    store = str(folder / f"store-{kind.replace(' ', '-')}-{len(ranks)}")
+    await every(ranks, "hold", kind, len(ranks), store, seed)
+
+
+async def every(ranks: list[Any], method: str, *args: Any) -> list[Any]:
+    """Call every rank."""
+    return await asyncio.gather(*(cluster.call(rank, method, *args) for rank in ranks))
