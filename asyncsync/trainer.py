@@ -224,7 +224,7 @@ class TrainerRank:
         plan, snapshot = await self._sender.run(self._read, self._options)
         if plan.digest != order.plan_digest:
             raise OutOfStepError("the layout of the trainer's weights changed")
-        if order.shards is not None and snapshot.holding != self._holdings[self._rank]:
+        if snapshot.holding != (None if order.shards is None else self._holdings[self._rank]):
             raise OutOfStepError("the trainer's weights are sharded in another way now")
         send = self._send_shards if links.engines is None else self._send
         sending = _Sending(order.epoch, anyio.CancelScope(deadline=anyio.current_time() + order.timeout))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,7 @@ class ShardedTrainer(asyncsync.TrainerRank):
 
     def __init__(self, rank: int) -> None:
         torch.set_num_threads(1)
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # else torch's own groups look this machine's name up
         self._number = rank
         self.module = nn.Module()
         super().__init__(lambda: self.module)
@@ -61,6 +64,18 @@ class ShardedTrainer(asyncsync.TrainerRank):
     def whole(self) -> dict[str, bytes]:
         """Collective. The bytes of every whole tensor, put together by torch."""
         return {name: content(_whole(tensor)) for name, tensor in self.module.state_dict().items()}
+
+    def rename(self, old: str, new: str) -> None:
+        """Give a parameter another name."""
+        path, _, name = old.rpartition(".")
+        owner = self.module.get_submodule(path)
+        parameter = getattr(owner, name)
+        delattr(owner, name)
+        owner.register_parameter(new.rpartition(".")[2], parameter)
+
+    def stop_before_sending(self) -> None:
+        """Bring nothing in the next update: hang, as a rank does whose training step has not ended."""
+        self._sender.submit(threading.Event().wait)
 
     def pid(self) -> int:
         """The process."""
@@ -100,7 +115,7 @@ RemoteShardedTrainer = asyncsync.remote(num_cpus=0)(ShardedTrainer)
 
 async def become(ranks: list[Any], kind: str, folder: Path, *, seed: int = 1) -> None:
     """Have actors become the ranks of a trainer."""
-    store = str(folder / f"store-{kind.replace(' ', '-')}-{len(ranks)}")
+    store = str(folder / uuid.uuid4().hex)
     await every(ranks, "hold", kind, len(ranks), store, seed)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,8 @@ import pytest
 import ray
 
 import asyncsync
-from asyncsync import WeightSynchronizer
+from asyncsync import EngineState, PlanError, WeightSynchronizer, cluster
+from tests.engines import ToldEngine, failing
 from tests.sample import contents
 from tests.sharded import Mixed, RemoteShardedTrainer, become, every
 
@@ -50,3 +53,86 @@ async def test_engines_get_what_the_ranks_hold_together(
                 whole, *others = await every(ranks, "whole")
                 assert all(other == whole for other in others)
                 assert [contents(engine.module) for engine in engines] == [whole, whole]
+
+
+def served(seed: int) -> list[asyncsync.ModuleEngine]:
+    return [asyncsync.ModuleEngine(Mixed(seed)), asyncsync.ModuleEngine(Mixed(seed + 1), staged=False)]
+
+
+async def test_a_rank_that_is_missing_is_an_error_that_names_the_tensors(actors: list[Any], tmp_path: Path) -> None:
+    await become(actors, "fsdp", tmp_path)
+    engines = served(7)
+    async with WeightSynchronizer(actors[:3], engines) as synchronizer:
+        with pytest.raises(PlanError, match=r"leave gaps: up\.weight .*are all ranks of the mesh given") as caught:
+            await synchronizer.update_weights()
+        assert caught.value.names == ("up.weight", "up.bias"), "three ranks of four hold all of the others"
+    async with WeightSynchronizer(actors[0], engines) as synchronizer:
+        with pytest.raises(PlanError, match="sharded over ranks: give the synchronizer a list of all of them"):
+            await synchronizer.update_weights()
+
+
+async def test_ranks_that_disagree_are_named_with_their_tensors(actors: list[Any], tmp_path: Path) -> None:
+    ranks = actors[:2]
+    await become(ranks, "replicated", tmp_path)
+    await cluster.call(ranks[1], "rename", "down.bias", "down.offset")
+    async with WeightSynchronizer(ranks, served(7)) as synchronizer:
+        with pytest.raises(
+            PlanError, match=r"rank 1 holds tensors that rank 0 does not: down\.offset; lacks .*: down\.bias"
+        ) as caught:
+            await synchronizer.update_weights()
+        assert caught.value.names == ("down.bias", "down.offset")
+
+
+async def test_ranks_that_are_cut_anew_are_found_out_of_step_and_asked_again(actors: list[Any], tmp_path: Path) -> None:
+    ranks, engines = actors[:2], served(7)
+    await become(ranks, "fsdp", tmp_path)
+    async with WeightSynchronizer(ranks, engines) as synchronizer:
+        await synchronizer.update_weights()
+        for kind in ("tensor parallel", "replicated", "fsdp"):
+            await become(ranks, kind, tmp_path, seed=3)
+            await synchronizer.update_weights()
+            whole, _ = await every(ranks, "whole")
+            assert [contents(engine.module) for engine in engines] == [whole, whole]
+
+
+@pytest.mark.parametrize("when", ["receive_weights", "finish_weight_update"])
+async def test_an_engine_that_fails_leaves_the_ranks_fit_for_the_next_update(
+    actors: list[Any], tmp_path: Path, when: str
+) -> None:
+    ranks, engines = actors[:2], [ToldEngine(Mixed(7)), ToldEngine(Mixed(8))]
+    await become(ranks, "fsdp", tmp_path)
+    async with WeightSynchronizer(ranks, engines, timeout=30) as synchronizer:
+        await synchronizer.update_weights()
+        engines[1].before[when] = failing(OSError("no"))
+        with pytest.raises(asyncsync.EngineError, match="ToldEngine-1"):
+            await synchronizer.update_weights()
+        await every(ranks, "step")
+        await synchronizer.update_weights()
+        whole, _ = await every(ranks, "whole")
+        assert [contents(engine.module) for engine in engines] == [whole, whole]
+
+
+async def test_a_rank_that_is_killed_in_mid_update_is_named_and_engines_serve_on(
+    ray_cluster: None, tmp_path: Path
+) -> None:
+    ranks = [RemoteShardedTrainer.remote(rank) for rank in range(2)]
+    await become(ranks, "fsdp", tmp_path)
+    engines = [ToldEngine(Mixed(7)), ToldEngine(Mixed(8))]
+    killed = await cluster.call(ranks[1], "pid")
+
+    async def kill() -> None:
+        os.kill(killed, signal.SIGKILL)
+
+    async with WeightSynchronizer(ranks, engines, timeout=30) as synchronizer:
+        await synchronizer.update_weights()
+        old = contents(engines[0].module)
+        await cluster.call(ranks[1], "stop_before_sending")
+        engines[0].before["receive_weights"] = kill
+        with pytest.raises(asyncsync.TrainerError, match="trainer rank 1 is gone") as caught:
+            await synchronizer.update_weights()
+        assert [outcome.state for outcome in caught.value.outcomes] == [EngineState.UNCHANGED] * 2
+        for engine in engines:
+            async with engine.generating() as version:
+                assert version == 1
+                assert contents(engine.module) == old
+    ray.kill(ranks[0])

@@ -182,7 +182,7 @@ async def test_an_actor_without_the_protocol_is_refused_by_the_names_it_lacks(ac
         WeightSynchronizer(actors.engines[0], [actors.engines[1]])
     with pytest.raises(ValueError, match="given twice"):
         WeightSynchronizer(actors.trainer, [actors.engines[0], actors.engines[0]])
-    with pytest.raises(ValueError, match="from one trainer rank, not 2"):
+    with pytest.raises(ValueError, match="trainer rank 1 is given twice: it is rank 0 too"):
         WeightSynchronizer([actors.trainer, actors.trainer], actors.engines)
 
 
