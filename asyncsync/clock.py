@@ -12,20 +12,29 @@ from asyncsync.errors import WeightUpdateError, WeightUpdateTimeoutError
 SHARES = {"describe": 0.25, "connect": 0.25, "transfer": 0.75, "drain": 0.75, "pause": 0.25, "finish": 0.25}
 """The part of the update's timeout that a phase may take; the others may take what is left."""
 
+HINTS = {
+    "describe": " (is an actor still starting, or waiting for a place to run?)",
+    "pause": " (does a generation not end?)",
+    "finish": " (does a generation not end?)",
+}
+"""What a phase that takes too long mostly waits for."""
+
 
 class UpdateClock:
     """Measures and bounds the phases of one update. Make it where the update begins.
 
     Args:
         timeout: Seconds for the whole.
+        silent: Who was given up on without an answer: emptied when a phase begins, and named if it takes too long.
 
     Attributes:
         seconds: Seconds by phase, so far.
         phase_name: The phase that is running, or ran last.
     """
 
-    def __init__(self, timeout: float) -> None:
+    def __init__(self, timeout: float, silent: list[str] | None = None) -> None:
         self.timeout = timeout
+        self._silent = [] if silent is None else silent
         self.seconds: dict[str, float] = {}
         self.phase_name = "start"
         self._start = anyio.current_time()
@@ -53,6 +62,7 @@ class UpdateClock:
         """
         self.phase_name = name
         limit, start = self.limit(name), anyio.current_time()
+        self._silent.clear()
         try:
             with anyio.CancelScope(deadline=start + limit) as scope:
                 yield
@@ -64,6 +74,8 @@ class UpdateClock:
         if scope.cancelled_caught:
             late = WeightUpdateTimeoutError(
                 f"{name} took longer than the {limit:.3g} s it may (update timeout {self.timeout:.3g} s)"
+                + (f": no answer from {', '.join(self._silent)}" if self._silent else "")
+                + HINTS.get(name, "")
             )
             late.phase = name
             raise late

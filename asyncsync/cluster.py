@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import ray
-from ray.actor import ActorHandle
+from ray.actor import ActorClass, ActorHandle
 from ray.exceptions import RayActorError, RayError, RayTaskError, TaskCancelledError
 
 CONTROL_GROUP = "asyncsync"
@@ -91,6 +91,21 @@ def is_actor(candidate: object) -> bool:
     return isinstance(candidate, ActorHandle)
 
 
+def is_actor_class(candidate: object) -> bool:
+    """Whether ``candidate`` is a Ray actor's class: what ``.remote()`` makes actors of."""
+    return isinstance(candidate, ActorClass)
+
+
+def how_it_was_lost(error: BaseException) -> str:
+    """In a few words, how an actor was lost; what its constructor raised, if that was it."""
+    creation = getattr(error, "creation_task_error", None) or error
+    text = str(creation)
+    if "creation task" in text:
+        last = next((line for line in reversed(text.splitlines()) if line.strip()), "")
+        return f"its constructor failed: {last.strip()}"
+    return "its process died or was replaced"
+
+
 def actor_key(handle: object) -> str:
     """What tells one actor from another, however many handles there are to it."""
     return handle._actor_id.hex() if isinstance(handle, ActorHandle) else f"object-{id(handle):x}"
@@ -100,6 +115,8 @@ def actor_class_name(handle: object) -> str:
     """The name of an actor's class, or of any object's."""
     if isinstance(handle, ActorHandle):
         return str(handle._ray_actor_creation_function_descriptor.class_name).rpartition(".")[2]
+    if isinstance(handle, ActorClass):
+        return str(handle.__ray_metadata__.class_name).rpartition(".")[2]  # type: ignore[attr-defined]
     return type(handle).__name__
 
 

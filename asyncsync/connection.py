@@ -276,7 +276,7 @@ async def call_trainer(call: Callable[[], Awaitable[T]], *, timeout: float | Non
     except (PlanError, WeightUpdateError):
         raise
     except cluster.ActorLostError as error:
-        raise TrainerError("the trainer is gone: its process died or was replaced") from error
+        raise TrainerError(f"the trainer is gone: {cluster.how_it_was_lost(error)}") from error
     except BaseException as error:
         if is_ours(error):
             raise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from asyncsync import cluster
@@ -24,10 +24,12 @@ class Member:
     Attributes:
         name: What reports and errors call it.
         engine: The engine.
+        silent: Where it is noted if a call is given up before the engine has answered.
     """
 
     name: str
     engine: RolloutEngine
+    silent: list[str] = field(default_factory=list)
 
     async def call(self, call: Callable[[RolloutEngine], Awaitable[T]], timeout: float | None = None) -> T:
         """Call the engine; its errors come back as its own.
@@ -55,9 +57,10 @@ class Member:
             )
             raise named from error
         except cluster.ActorLostError as error:
-            raise EngineError(f"{self.name} is gone: its process died or was replaced", engine=self.name) from error
+            raise EngineError(f"{self.name} is gone: {cluster.how_it_was_lost(error)}", engine=self.name) from error
         except BaseException as error:
             if is_ours(error):
+                self.silent.append(self.name)
                 raise
             if limit.expired():
                 raise EngineError(f"{self.name} did not answer within {timeout} s", engine=self.name) from error
@@ -87,6 +90,8 @@ class Fleet:
     """
 
     def __init__(self, engines: Iterable[Any]) -> None:
+        if not isinstance(engines, Iterable):
+            raise TypeError(f"engines must be a list, even of one: not {type(engines).__name__}")
         given = list(engines)
         if not given:
             raise ValueError("a synchronizer needs at least one engine")
@@ -94,8 +99,9 @@ class Fleet:
         for index, key in enumerate(keys):
             if key in keys[:index]:
                 raise ValueError(f"engine {index} is given twice: it is engine {keys.index(key)} too")
+        self.silent: list[str] = []
         self.members = tuple(
-            Member(f"{cluster.actor_class_name(engine)}-{index}", as_engine(engine))
+            Member(f"{cluster.actor_class_name(engine)}-{index}", as_engine(engine), self.silent)
             for index, engine in enumerate(given)
         )
 
@@ -162,6 +168,8 @@ def as_engine(candidate: Any) -> RolloutEngine:
     Raises:
         TypeError: It is none.
     """
+    if cluster.is_actor_class(candidate):
+        raise TypeError(f"{cluster.actor_class_name(candidate)} is an actor class, no actor: call its .remote(…) first")
     if cluster.is_actor(candidate) or hasattr(getattr(candidate, "describe_engine", None), "remote"):
         return RemoteEngine(candidate)
     if isinstance(candidate, RolloutEngine) and not isinstance(candidate, type):

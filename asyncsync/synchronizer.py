@@ -15,7 +15,7 @@ import math
 from collections.abc import AsyncIterator, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from types import TracebackType
-from typing import Any, Self, cast
+from typing import Any, Literal, Self, cast, get_args
 
 import anyio
 import torch
@@ -39,7 +39,7 @@ from asyncsync.errors import (
 from asyncsync.fanout import race, settle
 from asyncsync.fleet import Fleet, Member, combine_errors
 from asyncsync.lock import RolloutLock
-from asyncsync.messages import EngineStatus, NameMap, Policy, ReadOptions, SendReceipt, UpdateOrder
+from asyncsync.messages import Backend, EngineStatus, NameMap, Policy, ReadOptions, SendReceipt, UpdateOrder
 from asyncsync.report import EngineState, WeightUpdate
 from asyncsync.shared_lock import SharedRolloutLock
 from asyncsync.shield import CLEANUP_TIMEOUT, shielded
@@ -66,8 +66,8 @@ class WeightSynchronizer:
 
     Args:
         trainer: Where the weights come from: a module, a state dict, pairs of (name, tensor) or a function that
-            returns one of these, in this process; or a Ray actor whose class includes :class:`asyncsync.TrainerRank`
-            (or a list of one).
+            returns one of these, in this process; or a Ray actor whose class includes :class:`asyncsync.TrainerRank`,
+            or a list of them, one a rank (FSDP2, tensor parallel, replicated). The first of several is the source.
         engines: Where they go: Ray actors whose class includes :class:`asyncsync.ModuleEngine`, or objects with the
             :class:`asyncsync.RolloutEngine` protocol.
         initial_version: The version of the weights that every engine holds already; None if they hold none that
@@ -84,8 +84,8 @@ class WeightSynchronizer:
         lock: The lock that generation and updates share, if others are to use it too; a lock of its own if None.
 
     Raises:
-        ValueError: No engines, an engine given twice, several trainer ranks, or a size or time that is not positive.
-        TypeError: Something is neither a trainer nor weights, or no engine.
+        ValueError: No engines, an engine or a trainer rank given twice, or a size or time that is not positive.
+        TypeError: Something is neither a trainer nor weights, or no engine; or an option is of the wrong kind.
     """
 
     def __init__(
@@ -103,6 +103,12 @@ class WeightSynchronizer:
         offload: bool | None = None,
         lock: RolloutLock | SharedRolloutLock | None = None,
     ) -> None:
+        _refuse_kind("bucket_size", bucket_size, int, "a number of bytes")
+        _refuse_kind("timeout", timeout, int | float, "a number of seconds")
+        _refuse_kind("dtype", dtype, torch.dtype | None, "a torch.dtype")
+        _refuse_kind("initial_version", initial_version, int | None, "a number")
+        _refuse_kind("partial", partial, bool, "True or False")
+        _refuse_kind("lock", lock, RolloutLock | SharedRolloutLock | None, "a RolloutLock or a SharedRolloutLock")
         if bucket_size <= 0:
             raise ValueError(f"bucket_size must be a positive number of bytes, not {bucket_size}")
         if not 0 < timeout < math.inf:
@@ -111,6 +117,10 @@ class WeightSynchronizer:
             raise ValueError(f"dtype must be a floating-point dtype, not {dtype}: it is for floating-point tensors")
         if initial_version is not None and initial_version < 0:
             raise ValueError(f"initial_version must not be negative, but is {initial_version}")
+        if backend not in get_args(Literal["auto"]) + get_args(Backend):
+            raise ValueError(f'backend must be "auto", "gloo" or "nccl", not {backend!r}')
+        if name_map is not None and not callable(name_map):
+            raise TypeError(f"name_map must be a function from name to name, not {type(name_map).__name__}")
         self._fleet = Fleet(engines)
         self._trainer, self._own_trainer = as_trainer(trainer, offload=offload)
         self._lock = lock if lock is not None else RolloutLock("generation lock")
@@ -209,7 +219,7 @@ class WeightSynchronizer:
         """
         self._check_usable()
         async with self._busy:
-            await self._agree(UpdateClock(self._timeout))
+            await self._agree(UpdateClock(self._timeout, self._fleet.silent))
 
     async def aclose(self) -> None:
         """Cancel the running update, leave the group, and refuse further use; a second call does nothing."""
@@ -229,7 +239,7 @@ class WeightSynchronizer:
 
     async def _update(self) -> WeightUpdate:
         async with self._busy:
-            clock = UpdateClock(self._timeout)
+            clock = UpdateClock(self._timeout, self._fleet.silent)
             if self._connection.in_step:
                 try:
                     return await self._attempt(clock)
@@ -292,7 +302,8 @@ class WeightSynchronizer:
             for member, digest in attempt.digests.items():
                 if digest != sent.digest:
                     raise TransferError(
-                        f"{member.name} received other bytes than were sent: digest {digest}, sent {sent.digest}"
+                        f"{member.name} received other bytes than were sent: digest {digest}, sent {sent.digest} "
+                        "(did the trainer change its weights before the update was done?)"
                     )
         attempt.sent = sent
 
@@ -415,3 +426,8 @@ class WeightSynchronizer:
                 "or pass initial_version if the engines hold them already"
             )
         return self._version
+
+
+def _refuse_kind(option: str, value: object, kind: Any, what: str) -> None:
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise TypeError(f"{option} must be {what}, not {value!r}")

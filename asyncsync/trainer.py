@@ -122,6 +122,11 @@ class TrainerRank:
         self._sent: tuple[int, str, Digests] | None = None
         self._published: tuple[int, str, Digests] | None = None
 
+    def __getattr__(self, name: str) -> Any:
+        """What is missing; mostly it is the call of this class's constructor."""
+        hint = "" if "_instance" in self.__dict__ else ": call super().__init__(weights) in its __init__"
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}{hint}")
+
     @cluster.control
     async def describe_weights(self, options: ReadOptions, known_digest: str | None) -> TrainerStatus:
         """See :class:`Trainer`.

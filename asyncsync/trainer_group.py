@@ -159,7 +159,7 @@ class TrainerGroup:
         try:
             return await call(self._ranks[rank])
         except cluster.ActorLostError as error:
-            raise TrainerError(f"trainer rank {rank} is gone: its process died or was replaced") from error
+            raise TrainerError(f"trainer rank {rank} is gone: {cluster.how_it_was_lost(error)}") from error
         except (PlanError, ConnectError) as error:
             named = f"trainer rank {rank}: {error}"
             if isinstance(error, PlanError):
@@ -203,6 +203,8 @@ def as_trainer(candidate: Any, *, offload: bool | None) -> tuple[Trainer, Traine
                 raise ValueError(f"trainer rank {index} is given twice: it is rank {keys.index(key)} too")
         ranks = [as_trainer(rank, offload=offload)[0] for rank in candidate]
         return (TrainerGroup(ranks) if len(ranks) > 1 else ranks[0]), None
+    if cluster.is_actor_class(candidate):
+        raise TypeError(f"{cluster.actor_class_name(candidate)} is an actor class, no actor: call its .remote(…) first")
     if isinstance(candidate, TrainerRank):
         return candidate, None
     if _is_rank(candidate):

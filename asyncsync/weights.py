@@ -81,7 +81,7 @@ class WeightSource:
         """
         pairs = list(named_tensors(self._weights))
         if name_map is not None:
-            pairs = [(mapped, tensor) for name, tensor in pairs if (mapped := name_map(name)) is not None]
+            pairs = [(mapped, tensor) for name, tensor in pairs if (mapped := _map(name_map, name)) is not None]
         held = [_hold(name, tensor) for name, tensor in pairs]
         _refuse_unsendable([(name, one.tensor) for (name, _), one in zip(pairs, held, strict=True)])
         if odd := [name for name, _ in pairs if not isinstance(name, str)]:
@@ -125,6 +125,8 @@ def named_tensors(weights: Weights) -> Iterator[tuple[str, Tensor]]:
         yield from weights.items()
     elif callable(weights):
         yield from named_tensors(weights())
+    elif not isinstance(weights, Iterable):
+        raise PlanError(f"the function that gives the weights returned {type(weights).__name__}, which is none")
     else:
         for pair in weights:
             if not (isinstance(pair, tuple | list) and len(pair) == 2 and isinstance(pair[0], str)):
@@ -139,6 +141,13 @@ def module_tensors(module: nn.Module) -> dict[str, Tensor]:
     """
     own = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
     return {name: tensor for name, tensor in module.state_dict(keep_vars=True).items() if id(tensor) in own}
+
+
+def _map(name_map: NameMap, name: str) -> str | None:
+    try:
+        return name_map(name)
+    except Exception as error:
+        raise PlanError(f"name_map failed for {name!r}: {type(error).__name__}: {error}", names=(name,)) from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -227,4 +227,4 @@ def test_the_missing_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (tmp_path / "config.json").touch()
     result = CliRunner().invoke(cli.app, ["demo", "--model", str(tmp_path)])
     assert result.exit_code == 2
-    assert "pip install 'asyncsync[models]'" in " ".join(result.stdout.split())
+    assert "pip install '.[models]'" in " ".join(result.stdout.split())

@@ -25,6 +25,7 @@ FLOORS = (
     {"__init__"},
     {"demo"},
     {"cli"},
+    {"__main__"},
 )
 """Modules and packages, lowest first; on one floor, imports must not go in a circle."""
 

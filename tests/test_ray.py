@@ -175,6 +175,19 @@ async def test_a_class_that_was_declared_with_plain_ray_is_refused_with_the_reme
     ray.kill(plain)
 
 
+async def test_an_engine_whose_constructor_failed_says_why(ray_cluster: None) -> None:
+    class Broken(asyncsync.ModuleEngine):
+        def __init__(self) -> None:
+            raise OSError("the checkpoint is gone")
+
+    broken: Any = asyncsync.remote(num_cpus=0)(Broken).remote()
+    async with WeightSynchronizer(nn.Linear(1, 1), [broken]) as synchronizer:
+        with pytest.raises(
+            EngineError, match=r"Broken-0 is gone: its constructor failed: OSError: the checkpoint is gone"
+        ):
+            await synchronizer.update_weights()
+
+
 async def test_an_actor_without_the_protocol_is_refused_by_the_names_it_lacks(actors: Actors) -> None:
     with pytest.raises(TypeError, match="TrainerActor is no rollout engine: it lacks describe_engine, accept_layout"):
         WeightSynchronizer(nn.Linear(1, 1), [actors.trainer])
@@ -182,6 +195,9 @@ async def test_an_actor_without_the_protocol_is_refused_by_the_names_it_lacks(ac
         WeightSynchronizer(actors.engines[0], [actors.engines[1]])
     with pytest.raises(ValueError, match="given twice"):
         WeightSynchronizer(actors.trainer, [actors.engines[0], actors.engines[0]])
+    actor_class: Any = ray.remote(asyncsync.ModuleEngine)
+    with pytest.raises(TypeError, match=r"ModuleEngine is an actor class, no actor: call its \.remote"):
+        WeightSynchronizer(nn.Linear(1, 1), [actor_class])
     with pytest.raises(ValueError, match="trainer rank 1 is given twice: it is rank 0 too"):
         WeightSynchronizer([actors.trainer, actors.trainer], actors.engines)
 

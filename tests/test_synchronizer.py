@@ -6,6 +6,7 @@ import asyncio
 import copy
 import itertools
 import pickle
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -637,8 +638,11 @@ async def test_an_engine_that_hangs_is_an_error_in_time_that_names_the_phase(ste
             await synchronizer.connect()
         synchronizer._timeout = 4.0
         engines[1].before[step] = hanging()
-        with pytest.raises(asyncsync.WeightUpdateTimeoutError, match="took longer than") as caught:
+        with pytest.raises(
+            asyncsync.WeightUpdateTimeoutError, match=r"took longer than .*: no answer from .*ToldEngine-1"
+        ) as caught:
             await synchronizer.update_weights()
+        assert ("ToldEngine-0" in str(caught.value)) == (step == "receive_weights"), "it waits for bytes, too"
         assert caught.value.phase == PHASES[step]
         synchronizer._timeout = 60.0
         engines[1].before.clear()
@@ -908,3 +912,78 @@ async def test_the_version_only_grows_even_under_a_new_synchronizer() -> None:
     for expected in (1, 2, 3):
         async with WeightSynchronizer(nn.Linear(2, 2), [engine]) as synchronizer:
             assert (await synchronizer.update_weights()).version == expected
+
+
+@BOTH
+@pytest.mark.parametrize("how", ["half", "double", "moved"])
+async def test_an_engine_whose_module_was_converted_in_place_is_refused_by_name(staged: bool, how: str) -> None:
+    trainer, module = nn.Linear(2, 2), nn.Linear(2, 2)
+    engine = asyncsync.ModuleEngine(module, staged=staged)
+    async with WeightSynchronizer(trainer, [engine]) as synchronizer:
+        await synchronizer.update_weights()
+        if how == "moved":  # the same kind of memory elsewhere is fine
+            module.weight.data = module.weight.data.clone()
+            await synchronizer.update_weights()
+            assert contents(module) == contents(trainer)
+            return
+        getattr(module, how)()
+        before = contents(module)
+        with pytest.raises(PlanError, match=r"weight \(sent float32 \[2, 2\], held float") as caught:
+            await synchronizer.update_weights()
+        assert caught.value.names == ("bias", "weight")
+        assert contents(module) == before
+        assert engine._gate.is_open
+
+
+WRONG_KINDS: dict[str, tuple[dict[str, Any], str]] = {
+    "bucket_size": ({"bucket_size": "1GB"}, "bucket_size must be a number of bytes, not '1GB'"),
+    "half a byte": ({"bucket_size": 1.5}, "bucket_size must be a number of bytes"),
+    "timeout": ({"timeout": None}, "timeout must be a number of seconds, not None"),
+    "bool": ({"timeout": True}, "timeout must be a number of seconds, not True"),
+    "dtype": ({"dtype": "bfloat16"}, "dtype must be a torch.dtype, not 'bfloat16'"),
+    "initial_version": ({"initial_version": "1"}, "initial_version must be a number, not '1'"),
+    "partial": ({"partial": "no"}, "partial must be True or False, not 'no'"),
+    "lock": ({"lock": 5}, "lock must be a RolloutLock or a SharedRolloutLock, not 5"),
+    "name_map": ({"name_map": {"a": "b"}}, "name_map must be a function from name to name, not dict"),
+    "engines": ({"engines": 3}, "engines must be a list, even of one: not int"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG_KINDS)
+async def test_an_option_of_the_wrong_kind_is_named(what: str) -> None:
+    options, message = WRONG_KINDS[what]
+    with pytest.raises(TypeError, match=re.escape(message)):
+        WeightSynchronizer(nn.Linear(1, 1), **{"engines": [asyncsync.ModuleEngine(nn.Linear(1, 1))]} | options)
+
+
+async def test_a_backend_that_is_not_known_is_named() -> None:
+    with pytest.raises(ValueError, match='backend must be "auto", "gloo" or "nccl", not \'mpi\''):
+        WeightSynchronizer(nn.Linear(1, 1), [asyncsync.ModuleEngine(nn.Linear(1, 1))], backend="mpi")  # type: ignore[arg-type]
+
+
+async def test_a_constructor_that_was_not_called_is_what_the_error_says() -> None:
+    class Forgetful(asyncsync.ModuleEngine):
+        def __init__(self) -> None:
+            self.module = nn.Linear(1, 1)
+
+    class ForgetfulTrainer(asyncsync.TrainerRank):
+        def __init__(self) -> None:
+            pass
+
+    async with WeightSynchronizer(nn.Linear(1, 1), [Forgetful()]) as synchronizer:
+        with pytest.raises(EngineError, match=r"Forgetful-0 .*call super\(\).__init__\(module\)"):
+            await synchronizer.update_weights()
+    async with WeightSynchronizer(ForgetfulTrainer(), [asyncsync.ModuleEngine(nn.Linear(1, 1))]) as synchronizer:
+        with pytest.raises(asyncsync.TrainerError, match=r"call super\(\).__init__\(weights\)"):
+            await synchronizer.update_weights()
+    with pytest.raises(TypeError, match=r"serves an nn\.Module, not dict"):
+        asyncsync.ModuleEngine({})  # type: ignore[arg-type]
+
+
+async def test_a_name_map_that_fails_is_named() -> None:
+    names = {"weight": "weight"}
+    async with WeightSynchronizer(
+        nn.Linear(1, 1), [asyncsync.ModuleEngine(nn.Linear(1, 1))], name_map=names.__getitem__
+    ) as synchronizer:
+        with pytest.raises(PlanError, match="name_map failed for 'bias': KeyError"):
+            await synchronizer.update_weights()

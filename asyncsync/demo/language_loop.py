@@ -7,6 +7,7 @@ engines and the trainer answer the same questions greedily, and must give the sa
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Sequence
 from itertools import cycle
@@ -194,7 +195,7 @@ class _Loop:
             update_bytes=self.log.updates[-1].bytes,
             reward_first=first,
             reward_last=last,
-            gain_wanted=GAIN_WANTED,
+            gain_wanted=GAIN_WANTED if len(self._rewards) >= STEPS else -math.inf,
             staleness_max=None,
             generated=self._generated,
             digests_agree=self.log.digests_agree,

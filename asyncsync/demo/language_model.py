@@ -71,9 +71,7 @@ def find_model(path: Path) -> ModelFiles:
     needed = ["transformers", *(["gguf", "accelerate"] if files.gguf else [])]
     missing = [module for module in needed if find_spec(module) is None]
     if missing:
-        raise ModuleNotFoundError(
-            f"--model needs {' and '.join(missing)}, which is not installed: pip install 'asyncsync[models]'"
-        )
+        raise ModuleNotFoundError(f"--model needs {' and '.join(missing)}; for a checkout: pip install '.[models]'")
     return files
 
 

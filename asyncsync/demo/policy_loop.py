@@ -8,6 +8,7 @@ old a rollout may be when it is trained on is bounded twice, by the queue's leng
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Sequence
 from random import Random
@@ -190,7 +191,7 @@ class _Loop:
             update_bytes=self.log.updates[-1].bytes,
             reward_first=first,
             reward_last=last,
-            gain_wanted=GAIN_WANTED,
+            gain_wanted=GAIN_WANTED if len(self._rewards) >= STEPS else -math.inf,
             staleness_max=self._staleness_max,
             generated=self._generated,
             digests_agree=self.log.digests_agree,

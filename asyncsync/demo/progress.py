@@ -52,7 +52,7 @@ class Summary:
         update_bytes: Bytes of one update.
         reward_first: Mean reward of the first tenth of the steps.
         reward_last: Mean reward of the last tenth of the steps.
-        gain_wanted: How much the reward has to rise by.
+        gain_wanted: How much the reward has to rise by; minus infinity after too few steps to judge it.
         staleness_max: The largest staleness trained on; None if nothing generated is trained on.
         generated: Sequences that the engines generated beside the training.
         digests_agree: Whether at every update each engine held the bytes that were sent.

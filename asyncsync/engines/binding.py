@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeAlias
 
+import torch
 from torch import Tensor, nn
 
 from asyncsync.buckets import Plan, list_names, plan_buckets
 from asyncsync.errors import PlanError
 from asyncsync.messages import Layout
 from asyncsync.weights import module_tensors, reason_against
+
+_Seen: TypeAlias = tuple[Tensor, torch.dtype, torch.Size, torch.device]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +24,7 @@ class Binding:
     Attributes:
         plan: The plan, computed here from the layout.
         targets: For every tensor of the plan, the module's distinct tensors that take its bytes.
-        held: All the module's tensors, as they were then.
+        held: All the module's tensors, as they were then: the tensor, its dtype, shape and device.
         shared: Ids of targets whose memory other tensors of the module see too, but are no targets of the same bytes:
             these must be written where they lie.
         partial: Whether the layout was accepted as a partial one.
@@ -28,14 +32,21 @@ class Binding:
 
     plan: Plan
     targets: tuple[tuple[Tensor, ...], ...]
-    held: Mapping[str, Tensor]
+    held: Mapping[str, _Seen]
     shared: frozenset[int]
     partial: bool
 
     def fits(self, module: nn.Module) -> bool:
-        """Whether the module still holds these very tensors: one that was replaced would get nothing."""
+        """Whether the module still holds these very tensors, unchanged in kind.
+
+        One that was replaced would get nothing. One that was converted or moved in place (``module.half()`` keeps the
+        parameter and gives it other memory) would get bytes that mean something else.
+        """
         now = module_tensors(module)
-        return now.keys() == self.held.keys() and all(now[name] is tensor for name, tensor in self.held.items())
+        return now.keys() == self.held.keys() and all(
+            now[name] is tensor and (tensor.dtype, tensor.shape, tensor.device) == (dtype, shape, device)
+            for name, (tensor, dtype, shape, device) in self.held.items()
+        )
 
 
 def bind(module: nn.Module, layout: Layout) -> Binding:
@@ -96,7 +107,8 @@ def bind(module: nn.Module, layout: Layout) -> Binding:
             neighbours = by_storage[tensor.untyped_storage().data_ptr() or id(tensor)]
             if any(id(neighbour) not in group for neighbour in neighbours):
                 shared.add(id(tensor))
-    return Binding(plan, tuple(targets), held, frozenset(shared), layout.partial)
+    seen = {name: (tensor, tensor.dtype, tensor.shape, tensor.device) for name, tensor in held.items()}
+    return Binding(plan, tuple(targets), seen, frozenset(shared), layout.partial)
 
 
 def _differences(plan: Plan, held: Mapping[str, Tensor]) -> dict[str, str]:

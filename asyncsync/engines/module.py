@@ -17,6 +17,7 @@ import uuid
 from collections import deque
 from dataclasses import dataclass, field
 from types import TracebackType
+from typing import Any
 
 import anyio
 from torch import Tensor, nn
@@ -76,6 +77,8 @@ class ModuleEngine:
     control_group: str | None = None
 
     def __init__(self, module: nn.Module, *, staged: bool = True) -> None:
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"a ModuleEngine serves an nn.Module, not {type(module).__name__}")
         self.module = module
         self._staged = staged
         self._instance = uuid.uuid4().hex
@@ -92,6 +95,11 @@ class ModuleEngine:
         self._loader: Loader | None = None
         self._seat = Seat(lambda: memory_saver_guard(offload=False, thread=self._worker))
         self._session: _Session | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        """What is missing; mostly it is the call of this class's constructor."""
+        hint = "" if "_instance" in self.__dict__ else ": call super().__init__(module) in its __init__"
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}{hint}")
 
     @property
     def weight_version(self) -> int | None:
@@ -262,7 +270,10 @@ class ModuleEngine:
 
     def _see(self, epoch: int) -> None:
         if epoch < self._epoch:
-            raise EngineError(f"a call of epoch {epoch} is out of date: this engine has seen epoch {self._epoch}")
+            raise EngineError(
+                f"a call of epoch {epoch} is out of date: this engine has seen epoch {self._epoch} "
+                "(does another synchronizer update it too?)"
+            )
         self._epoch = epoch
 
     def _begin(self, order: UpdateOrder) -> tuple[_Session, Link]:

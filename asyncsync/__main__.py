@@ -1,0 +1,5 @@
+"""``python -m asyncsync``."""
+
+from asyncsync.cli import main
+
+main()
