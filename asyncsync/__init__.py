@@ -26,7 +26,7 @@ from asyncsync.errors import (
 )
 from asyncsync.guard import memory_saver_guard
 from asyncsync.lock import RolloutLock
-from asyncsync.messages import EngineStatus, Layout, Rendezvous, UpdateOrder
+from asyncsync.messages import Contacts, EngineStatus, Layout, Policy, Rendezvous, UpdateOrder
 from asyncsync.report import EngineOutcome, EngineState, WeightUpdate
 from asyncsync.shared_lock import SharedRolloutLock
 from asyncsync.synchronizer import WeightSynchronizer
@@ -36,6 +36,7 @@ __all__ = [
     "AsyncSyncError",
     "ClosedError",
     "ConnectError",
+    "Contacts",
     "EngineError",
     "EngineErrorGroup",
     "EngineOutcome",
@@ -51,6 +52,7 @@ __all__ = [
     "NotReadyError",
     "OutOfStepError",
     "PlanError",
+    "Policy",
     "Rendezvous",
     "RolloutEngine",
     "RolloutLock",
