@@ -41,7 +41,10 @@ from asyncsync.errors import ConnectError, TransferError
 from asyncsync.messages import PROTOCOL_VERSION, Contacts, Rendezvous
 from asyncsync.transports.meeting import MeetingStore
 
-_FORM_TIMEOUT = 10.0  # seconds for the group to form once every member is there; it takes milliseconds
+_FORM_TIMEOUT = 10.0  # seconds to wait for the group to form once every member is there; it takes milliseconds
+# Seconds that gloo itself may take for it, on its thread. A constructor that fails leaves its sockets open to a peer
+# that is only frozen, and what that peer says when it thaws has crashed the process: so gloo is in no hurry to fail.
+_GLOO_TIMEOUT = 60.0
 _SLICE = timedelta(milliseconds=20)  # of a wait; in between it is looked whether it is still wanted
 _POLL_INTERVAL = 0.001  # seconds
 _DROP_INTERVAL = 0.05  # seconds
@@ -88,10 +91,12 @@ class Joining:
         else:
             _run_aside(self._make, "asyncsync-join")
         try:
-            return BroadcastLink(self.rendezvous, self._group.result(), self._meeting)
-        except (RuntimeError, ConnectError) as error:  # gloo's errors, and torch's about stores, are RuntimeErrors
+            group = self._group.result(self.rendezvous.join_timeout + _FORM_TIMEOUT)
+            return BroadcastLink(self.rendezvous, group, self._meeting)
+        except (RuntimeError, ConnectError, TimeoutError) as error:  # gloo's errors are RuntimeErrors
+            self.stop()
             rank, size = self.rendezvous.rank, self.rendezvous.world_size
-            failed = ConnectError(f"rank {rank} of {size} could not join the group: {error}")
+            failed = ConnectError(f"rank {rank} of {size} could not join the group: {error or 'in time'}")
             if not self._meeting.contacts.done():
                 self._meeting.contacts.set_exception(failed)
             raise failed from error
@@ -125,7 +130,6 @@ class Joining:
                 self._group.set_result(group)
 
     def _new_group(self) -> ProcessGroup:
-        # The group's own timeout bounds how long its members take to connect; operations carry theirs with them.
         rank, size, backend = self.rendezvous.rank, self.rendezvous.world_size, self.rendezvous.backend
         if backend == "nccl":
             from torch.distributed import ProcessGroupNCCL
@@ -140,7 +144,7 @@ class Joining:
 
         gloo = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         gloo._devices = [ProcessGroupGloo.create_device(hostname=self._address)]
-        gloo._timeout = timedelta(seconds=min(self.rendezvous.join_timeout, _FORM_TIMEOUT))
+        gloo._timeout = timedelta(seconds=_GLOO_TIMEOUT)  # operations carry their own with them
         return _as_group(ProcessGroupGloo(self._meeting, rank, size, gloo))
 
 
