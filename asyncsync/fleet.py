@@ -181,7 +181,11 @@ def as_engine(candidate: Any) -> RolloutEngine:
 
 
 def combine_errors(errors: Sequence[Exception]) -> Exception:
-    """One error of several engines: itself if it is the only one, a PlanError if all are, else a group."""
+    """One error of several engines: itself if it is the only one, a PlanError if all are, else a group.
+
+    That an engine is out of step counts only if nothing worse happened: then everyone is asked anew.
+    """
+    errors = [error for error in errors if not isinstance(error, OutOfStepError)] or errors[:1]
     if len(errors) == 1:
         return errors[0]
     plans = [error for error in errors if isinstance(error, PlanError)]

@@ -341,7 +341,12 @@ class WeightSynchronizer:
                 members=whole,
                 timeout=CLEANUP_TIMEOUT,
             )
-        errors = {member: result for member, result in results.items() if isinstance(result, Exception)}
+        errors = {
+            member: result
+            for member, result in results.items()
+            # Out of step: another conductor has begun an update of it meanwhile, and will resume it.
+            if isinstance(result, Exception) and not isinstance(result, OutOfStepError)
+        }
         for member, error in errors.items():
             attempt.record(member, EngineState.LOST, error=error)
             _log.warning("could not resume: %s", error)

@@ -179,7 +179,8 @@ def _identity(held: _Held) -> object:
     tensor = held.tensor
     if tensor.numel() == 0:
         return held.origin
-    return (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+    lazily = (tensor.is_conj(), tensor.is_neg())  # the same memory, read as other values
+    return (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), lazily)
 
 
 def _refuse_duplicates(names: Sequence[str]) -> None:

@@ -988,3 +988,45 @@ async def test_a_name_map_that_fails_is_named() -> None:
     ) as synchronizer:
         with pytest.raises(PlanError, match="name_map failed for 'bias': KeyError"):
             await synchronizer.update_weights()
+
+
+@BOTH
+async def test_two_synchronizers_may_take_turns_on_the_same_engines(staged: bool) -> None:
+    engines = [asyncsync.ModuleEngine(nn.Linear(2, 2), staged=staged) for _ in range(2)]
+    trainers = [nn.Linear(2, 2) for _ in range(2)]
+    async with WeightSynchronizer(trainers[0], engines) as one, WeightSynchronizer(trainers[1], engines) as other:
+        for version in range(1, 7):
+            synchronizer, trainer = ((one, trainers[0]), (other, trainers[1]))[version % 2]
+            assert (await synchronizer.update_weights()).version == version
+            assert [holds(engine, trainer) for engine in engines] == [True, True]
+
+
+@BOTH
+async def test_an_engine_that_missed_an_update_is_not_repaired_by_a_part_of_one(staged: bool) -> None:
+    trainer = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    engines = [ToldEngine(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), staged=staged) for _ in range(2)]
+    sent: list[str] = list(trainer.state_dict())
+
+    def weights() -> dict[str, torch.Tensor]:
+        return {name: tensor for name, tensor in trainer.state_dict().items() if name in sent}
+
+    async with WeightSynchronizer(weights, engines, partial=True) as synchronizer:
+        await synchronizer.update_weights()
+        change(trainer)
+        engines[1].before["finish_weight_update"] = failing(OSError("no"))
+        with pytest.raises(EngineError):
+            await synchronizer.update_weights()
+        sent.remove("0.weight")
+        sent.remove("0.bias")
+        with pytest.raises(
+            EngineError, match=r"ToldEngine-1.*lacks what an earlier update .*: 0\.bias, 0\.weight"
+        ) as caught:
+            await synchronizer.update_weights()
+        assert [outcome.state for outcome in caught.value.outcomes] == [EngineState.UPDATED, EngineState.TAINTED]
+        assert engines[1].weight_version is None
+        with pytest.raises(asyncsync.TaintedEngineError):
+            async with engines[1].generating():
+                pytest.fail("read")
+        sent.extend(["0.weight", "0.bias"])
+        await synchronizer.update_weights()
+        assert [holds(engine, trainer) for engine in engines] == [True, True]

@@ -128,3 +128,9 @@ def test_what_is_no_weights_at_all_is_a_type_error() -> None:
         WeightSource(3)  # type: ignore[arg-type]
     with pytest.raises(PlanError, match="pairs"):
         names([torch.zeros(1)])
+
+
+def test_the_same_memory_read_as_other_values_is_not_tied() -> None:
+    tensor = torch.complex(torch.arange(3.0), torch.ones(3))
+    snapshot = WeightSource({"a": tensor, "b": tensor.conj(), "c": tensor.imag, "d": tensor.conj().imag}).read()
+    assert [spec.aliases for spec in snapshot.specs] == [(), (), (), ()]

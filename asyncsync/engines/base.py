@@ -30,7 +30,7 @@ class RolloutEngine(Protocol):
     finishing. Every call must be answered while another is running, and while the engine generates.
 
     Every call may be cancelled. Every call with an epoch older than the newest the engine has seen must be refused
-    with an :class:`~asyncsync.errors.EngineError`, and change nothing.
+    with an :class:`~asyncsync.errors.OutOfStepError`, and change nothing.
     """
 
     async def describe_engine(self) -> EngineStatus:

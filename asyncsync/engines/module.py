@@ -23,7 +23,7 @@ import anyio
 from torch import Tensor, nn
 
 from asyncsync import cluster
-from asyncsync.buckets import Bucket
+from asyncsync.buckets import Bucket, list_names
 from asyncsync.engines.base import EngineReceipt
 from asyncsync.engines.binding import Binding, bind
 from asyncsync.engines.gate import GenerationGate
@@ -89,6 +89,7 @@ class ModuleEngine:
         self._epoch = 0
         self._ended_epoch = 0
         self._tainted: str | None = None
+        self._torn: set[str] = set()  # tensors that are not of the same version as the others
         self._stale_cache = False
         self._paused = False
         self._binding: Binding | None = None
@@ -259,7 +260,7 @@ class ModuleEngine:
             try:
                 await self.flush_cache()
             except Exception:
-                self._taint("its cache could not be flushed")
+                self._taint("its cache could not be flushed", torn=False)
                 raise
             self._stale_cache = False
         if epoch == self._epoch:  # else a newer update has paused it meanwhile
@@ -270,7 +271,7 @@ class ModuleEngine:
 
     def _see(self, epoch: int) -> None:
         if epoch < self._epoch:
-            raise EngineError(
+            raise OutOfStepError(
                 f"a call of epoch {epoch} is out of date: this engine has seen epoch {self._epoch} "
                 "(does another synchronizer update it too?)"
             )
@@ -352,10 +353,21 @@ class ModuleEngine:
         self._version, self._tainted, self._stale_cache = session.order.version, None, True
         self._ended_epoch = session.order.epoch
         self._session = None
+        if self._torn:
+            self._torn -= self._names()
+        if self._torn:
+            self._taint(f"it lacks what an earlier update brought to others: {list_names(self._torn)}", torn=False)
+            raise TaintedEngineError(str(self._tainted))
 
-    def _taint(self, what: str) -> None:
+    def _taint(self, what: str, *, torn: bool = True) -> None:
+        if torn:
+            self._torn |= self._names()
         self._tainted = f"{what}: the engine stays paused until a whole update repairs it"
         self._gate.bar(self._tainted)
+
+    def _names(self) -> set[str]:
+        """Every tensor of the layout that was accepted last, under every name."""
+        return {name for spec in self._binding.plan.specs for name in spec.names} if self._binding else set()
 
     def _device(self) -> str:
         tensors = itertools.chain(self.module.parameters(), self.module.buffers())
