@@ -96,7 +96,9 @@ def in_place(plan: Plan, bucket: Bucket, tensors: Sequence[Tensor], device: str)
     tensor = tensors[piece.tensor]
     if tensor.dtype != plan.specs[piece.tensor].dtype or tensor.device.type != device or not tensor.is_contiguous():
         return None
-    return raw(tensor).view(-1).view(torch.uint8)[piece.start : piece.stop]
+    # Not view(-1): a tensor of one element is contiguous whatever its strides, and would keep them.
+    flat = raw(tensor).as_strided((tensor.numel(),), (1,))
+    return flat.view(torch.uint8)[piece.start : piece.stop]
 
 
 def unpack(plan: Plan, bucket: Bucket, buffer: Tensor, tensors: Sequence[Sequence[Tensor]]) -> None:

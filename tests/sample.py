@@ -29,7 +29,11 @@ def random_tensor(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> Tens
 def content(tensor: Tensor) -> bytes:
     """A tensor's bytes, row-major."""
     detached = tensor.detach().resolve_conj().resolve_neg()
-    return bytes(detached.contiguous().reshape(-1).view(torch.uint8).numpy()) if tensor.numel() else b""
+    return (
+        bytes(detached.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8).numpy())
+        if tensor.numel()
+        else b""
+    )
 
 
 class Zoo(nn.Module):
@@ -53,7 +57,13 @@ class Zoo(nn.Module):
         transposed = random_tensor(torch.float32, (6, 4), seed + 202).t()
         sliced = random_tensor(torch.bfloat16, (9, 10), seed + 203)[::2, 1::3]
         expanded = random_tensor(torch.float32, (1, 5), seed + 204).expand(3, 5)
-        for name, tensor in (("transposed", transposed), ("sliced", sliced), ("expanded", expanded)):
+        lonely = random_tensor(torch.float32, (4,), seed + 205)[::4]  # one element: contiguous, whatever its stride
+        for name, tensor in (
+            ("transposed", transposed),
+            ("sliced", sliced),
+            ("expanded", expanded),
+            ("lonely", lonely),
+        ):
             self.register_buffer(name, tensor if strided else tensor.contiguous())
         self.weight = nn.Parameter(torch.randn(8, 3, generator=torch.Generator().manual_seed(seed)))
         self.tied = self.weight

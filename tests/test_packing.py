@@ -36,6 +36,7 @@ def kinds(dtype: torch.dtype) -> list[Tensor]:
         base[::2, 1::3, 2:],
         base[:1, :1].expand(5, 3, 4),
         base.permute(2, 0, 1)[1],
+        base[:1, :1, ::4],
     ]
 
 
