@@ -28,12 +28,11 @@ def random_tensor(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> Tens
 
 def content(tensor: Tensor) -> bytes:
     """A tensor's bytes, row-major."""
+    if not tensor.numel():
+        return b""
     detached = tensor.detach().resolve_conj().resolve_neg()
-    return (
-        bytes(detached.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8).numpy())
-        if tensor.numel()
-        else b""
-    )
+    dense = detached.clone(memory_format=torch.contiguous_format)  # one element alone may keep an odd stride otherwise
+    return bytes(dense.reshape(-1).view(torch.uint8).numpy())
 
 
 class Zoo(nn.Module):
