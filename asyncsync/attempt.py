@@ -22,7 +22,9 @@ class Attempt:
         sent: What the trainer sent, once every engine has confirmed it.
         digests: What each engine received, as it says.
         instances: Which process or object each engine was when it began.
-        lost: Errors of engines that are gone.
+        lost: Errors of ends that are gone.
+        replaced: Whether an engine turned out to be another process than it was.
+        switched: Whether an engine serves the new version, though the update failed.
         undone: Whether both ends were told that it has failed.
         outcomes: What became of each engine so far.
     """
@@ -34,6 +36,8 @@ class Attempt:
         self.digests: dict[Member, str] = {}
         self.undone = False
         self.lost: list[Exception] = []
+        self.replaced = False
+        self.switched = False
         self.instances = {member: status.instance for member, status in engines.items()}
         self.outcomes = {
             member: EngineOutcome(

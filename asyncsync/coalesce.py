@@ -63,11 +63,11 @@ class Coalescer(Generic[T]):
         """
         if self._closed:
             raise ClosedError("closed: no more updates")
-        if self._next is None:
-            self._next = _Round()
+        round_ = self._next
+        if round_ is None:
+            round_ = self._next = _Round()
             if self._running is None:
                 self._begin()
-        round_ = self._next
         round_.callers += 1
         try:
             return await asyncio.shield(round_.outcome)

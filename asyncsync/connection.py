@@ -146,7 +146,9 @@ class Connection:
             known = self._layout.digest if self._layout else None
             answers: dict[str, Any] = await race(
                 {
-                    "trainer": call_trainer(lambda: self._trainer.describe_weights(self._options, known)),
+                    "trainer": call_trainer(
+                        lambda: self._trainer.describe_weights(self._options, known), silent=self._fleet.silent
+                    ),
                     "engines": self._fleet.describe(self._policy),
                 }
             )
@@ -223,7 +225,9 @@ class Connection:
             return member.call(lambda engine: engine.join_group(connection, contacts))
 
         opened: dict[object, Awaitable[Contacts]] = {
-            self._trainer: call_trainer(lambda: self._trainer.open_trainer_group(rendezvous(0)))
+            self._trainer: call_trainer(
+                lambda: self._trainer.open_trainer_group(rendezvous(0)), silent=self._fleet.silent
+            )
         }
         rank = 1
         for member, status in engines.items():
@@ -234,7 +238,9 @@ class Connection:
             for contacts in (await race(opened)).values():
                 everyone |= contacts
             joined: dict[object, Awaitable[None]] = {
-                self._trainer: call_trainer(lambda: self._trainer.join_trainer_group(connection, everyone))
+                self._trainer: call_trainer(
+                    lambda: self._trainer.join_trainer_group(connection, everyone), silent=self._fleet.silent
+                )
             }
             joined |= {member: join_group(member, everyone) for member in engines}
             await race(joined)
@@ -264,8 +270,15 @@ class Connection:
                 _log.info("leaving group %s: %s", connection[:8], result)
 
 
-async def call_trainer(call: Callable[[], Awaitable[T]], *, timeout: float | None = None) -> T:
+async def call_trainer(
+    call: Callable[[], Awaitable[T]], *, timeout: float | None = None, silent: list[str] | None = None
+) -> T:
     """Call the trainer; an error that is not the library's own becomes a TrainerError.
+
+    Args:
+        call: What to call.
+        timeout: Seconds it may take.
+        silent: Where it is noted if the call is given up before the trainer has answered.
 
     Raises:
         TrainerError: It failed, is gone, or did not answer in time; its own error is the cause.
@@ -279,6 +292,8 @@ async def call_trainer(call: Callable[[], Awaitable[T]], *, timeout: float | Non
         raise TrainerError(f"the trainer is gone: {cluster.how_it_was_lost(error)}") from error
     except BaseException as error:
         if is_ours(error):
+            if silent is not None:
+                silent.append("the trainer")
             raise
         if limit.expired():
             raise TrainerError(f"the trainer did not answer within {timeout} s") from error

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from asyncsync import cluster
 from asyncsync.engines.base import RolloutEngine
 from asyncsync.engines.remote import RemoteEngine
-from asyncsync.errors import ConnectError, EngineError, EngineErrorGroup, OutOfStepError, PlanError
+from asyncsync.errors import ConnectError, EngineError, EngineErrorGroup, OutOfStepError, PlanError, TransferError
 from asyncsync.fanout import settle
 from asyncsync.messages import EngineStatus, Policy
 
@@ -43,12 +43,18 @@ class Member:
             PlanError: It refused the weights.
             ConnectError: It could not join.
             OutOfStepError: It does not know what it is ordered.
+            TransferError: The bytes did not reach it.
         """
         try:
             async with asyncio.timeout(timeout) as limit:
                 return await call(self.engine)
         except OutOfStepError:
             raise
+        except TransferError as error:
+            # The bytes did not come: whose fault that is, this end cannot know.
+            failed = TransferError(f"{self.name}: {error}")
+            failed.bucket = error.bucket
+            raise failed from error
         except (PlanError, ConnectError) as error:
             named: Exception = (
                 PlanError(f"{self.name}: {error}", names=error.names)

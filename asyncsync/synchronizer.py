@@ -32,6 +32,7 @@ from asyncsync.errors import (
     LockTimeoutError,
     NotReadyError,
     OutOfStepError,
+    TrainerError,
     TransferError,
     WeightUpdateError,
     WeightUpdateTimeoutError,
@@ -248,6 +249,7 @@ class WeightSynchronizer:
             return await self._attempt(clock)
 
     async def _attempt(self, clock: UpdateClock) -> WeightUpdate:
+        in_step = self._connection.in_step
         try:
             order, engines = await self._agree(clock)
             attempt = Attempt(order, engines)
@@ -255,9 +257,13 @@ class WeightSynchronizer:
                 await self._transaction(attempt, clock)
             except WeightUpdateError as error:
                 attempt.explain(error, clock)
+                if isinstance(error, TransferError) and attempt.replaced and in_step and not attempt.switched:
+                    raise OutOfStepError(f"an engine was restarted since the last update: {error}") from error
                 if isinstance(error, TransferError) and attempt.lost:
-                    # Its end of the connection was heard to break before it was missed itself: the cause is the engine.
-                    gone = cast("WeightUpdateError", combine_errors(attempt.lost))
+                    # An end's connection was heard to break before the end itself was missed.
+                    lost = [each for each in attempt.lost if isinstance(each, TrainerError)] or attempt.lost
+                    gone = cast("WeightUpdateError", combine_errors(lost))
+                    gone.phase = error.phase
                     attempt.explain(gone, clock)
                     raise gone from error
                 raise
@@ -294,7 +300,7 @@ class WeightSynchronizer:
             ends: dict[Member | None, Any] = {  # engines first: they are farther away
                 member: member.call(lambda engine: engine.receive_weights(order)) for member in self._fleet.members
             }
-            ends[None] = call_trainer(lambda: self._trainer.send_weights(order))
+            ends[None] = call_trainer(lambda: self._trainer.send_weights(order), silent=self._fleet.silent)
             receipts = await race(ends)
             sent: SendReceipt = receipts.pop(None)
             for member, receipt in receipts.items():
@@ -385,6 +391,7 @@ class WeightSynchronizer:
         results = await settle(ends)
         if isinstance(results["trainer"], Exception):
             _log.warning("could not stop the sending: %s", results["trainer"])
+            attempt.lost.append(results["trainer"])
         engines = cast("dict[Member, EngineStatus | Exception]", results["engines"])
         version = attempt.order.version
         switched = {
@@ -392,6 +399,7 @@ class WeightSynchronizer:
             for member, status in engines.items()
             if isinstance(status, EngineStatus) and status.weight_version == version
         }
+        attempt.switched = bool(switched)
         if switched:
             # Some engines hold the new version whole, so it is out; those that do not are behind it.
             self._publish(attempt)
@@ -406,6 +414,7 @@ class WeightSynchronizer:
                 attempt.lost.append(status)
                 attempt.record(member, EngineState.LOST, error=status)
             elif status.instance != attempt.instances[member]:
+                attempt.replaced = True
                 attempt.record(member, EngineState.LOST, error="its process was replaced during the update")
             elif status.tainted is not None:
                 attempt.record(member, EngineState.TAINTED, error=status.tainted)

@@ -42,9 +42,7 @@ from asyncsync.messages import PROTOCOL_VERSION, Contacts, Rendezvous
 from asyncsync.transports.meeting import MeetingStore
 
 _FORM_TIMEOUT = 10.0  # seconds to wait for the group to form once every member is there; it takes milliseconds
-# Seconds that gloo itself may take for it, on its thread. A constructor that fails leaves its sockets open to a peer
-# that is only frozen, and what that peer says when it thaws has crashed the process: so gloo is in no hurry to fail.
-_GLOO_TIMEOUT = 60.0
+_GLOO_TIMEOUT = _FORM_TIMEOUT / 5  # gloo takes this five times
 _SLICE = timedelta(milliseconds=20)  # of a wait; in between it is looked whether it is still wanted
 _POLL_INTERVAL = 0.001  # seconds
 _DROP_INTERVAL = 0.05  # seconds
@@ -123,8 +121,11 @@ class Joining:
         try:
             group = self._new_group()
         except Exception as error:  # noqa: BLE001 - handed over to whoever waits in join
+            # As a new error: the traceback of this one would keep gloo's device alive, which listens on, and hands what
+            # a member that was only frozen says when it thaws to a context that is gone: SIGSEGV.
+            failed = ConnectError(str(error))
             with suppress(InvalidStateError):
-                self._group.set_exception(error)
+                self._group.set_exception(failed)
         else:
             with suppress(InvalidStateError):  # stopped meanwhile: nobody wants it any more
                 self._group.set_result(group)
@@ -245,7 +246,7 @@ class BroadcastLink:
     def close(self) -> None:
         """Leave the group without blocking; operations still running end by themselves, aside."""
         with self._mutex:
-            owned, running = [self._group, self._store], self._running
+            owned, running = [self._store, self._group], self._running  # let go of from the end
             tensors = [*running.values(), *self._kept]
             self._group, self._store, self._running = None, None, {}
             self._kept.clear()

@@ -49,7 +49,8 @@ class Seat:
             ConnectError: This end cannot be reached, or speaks another protocol.
             MemorySaverError: The guard could not be entered.
         """
-        await self.leave()
+        while self._joining is not None or self.link is not None:  # another may have opened one meanwhile
+            await self.leave()
         joining = Joining(rendezvous, address=address)
         joined = asyncio.ensure_future(self._join(joining))
         self._joining = joining, joined
