@@ -1030,3 +1030,15 @@ async def test_an_engine_that_missed_an_update_is_not_repaired_by_a_part_of_one(
         sent.extend(["0.weight", "0.bias"])
         await synchronizer.update_weights()
         assert [holds(engine, trainer) for engine in engines] == [True, True]
+
+
+@BOTH
+async def test_an_engine_that_was_restarted_while_idle_is_brought_up_to_date_in_the_same_call(staged: bool) -> None:
+    async with synced(staged=staged) as (trainer, engines, synchronizer):
+        await synchronizer.update_weights()
+        engines[1]._seat.close()
+        engines[1].__init__(zoo(99), staged=staged)  # type: ignore[misc]  # a new process, as far as anyone can tell
+        change(trainer)
+        update = await synchronizer.update_weights()
+        assert [outcome.state for outcome in update.outcomes] == [EngineState.UPDATED] * 2
+        assert [holds(engine, trainer) for engine in engines] == [True, True]
