@@ -77,8 +77,8 @@ class WeightSynchronizer:
         name_map: From the trainer's name of a tensor to the engines'; None leaves the tensor out. Must be picklable
             for a trainer that is an actor.
         dtype: Floating-point tensors are converted to this dtype on purpose; without it, dtypes must agree.
-        partial: Whether engines may hold tensors that the trainer does not send. Those are taken to be as they should be
-            in every engine, also in one that was restarted.
+        partial: Whether engines may hold tensors that the trainer does not send. Those are taken to be as they
+            should be in every engine, also in one that was restarted.
         backend: ``"gloo"``, ``"nccl"``, or ``"auto"``: NCCL if all weights are on GPUs.
         timeout: Seconds for a whole update; phases have shares of it.
         offload: For a trainer in this process: False if it never offloads its memory (see
