@@ -90,6 +90,7 @@ class Joining:
             _run_aside(self._make, "asyncsync-join")
         try:
             group = self._group.result(self.rendezvous.join_timeout + _FORM_TIMEOUT)
+            self._group = Future()  # only the link keeps the group: closing it must end it, so that the others hear
             return BroadcastLink(self.rendezvous, group, self._meeting)
         except (RuntimeError, ConnectError, TimeoutError) as error:  # gloo's errors are RuntimeErrors
             self.stop()
