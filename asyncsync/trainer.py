@@ -46,14 +46,10 @@ IN_FLIGHT = 8
 
 
 class Trainer(Protocol):
-    """A trainer rank as the conductor sees it. In this process or in an actor, the calls are the same."""
+    """A trainer as the conductor sees it: here or in actors, one rank or several, the calls are the same."""
 
     async def describe_weights(self, options: ReadOptions, known_digest: str | None) -> TrainerStatus:
         """Read names, dtypes and shapes, and plan. The tensors are left out if the plan is the known one."""
-        ...
-
-    async def share_holdings(self, rank: int, holdings: tuple[Holding | None, ...]) -> tuple[int, ...]:
-        """Learn which rank this is of several, and what each holds; returns those that bring shards to the source."""
         ...
 
     async def open_trainer_group(self, rendezvous: Rendezvous) -> Contacts:
@@ -74,6 +70,14 @@ class Trainer(Protocol):
 
     async def abort_send(self, epoch: int) -> None:
         """Stop sending an update, and leave its group; no error if it is not being sent."""
+        ...
+
+
+class Rank(Trainer, Protocol):
+    """One rank of a trainer, alone or among others."""
+
+    async def share_holdings(self, rank: int, holdings: tuple[Holding | None, ...]) -> tuple[int, ...]:
+        """Learn which rank this is of several, and what each holds; returns those that bring shards to the source."""
         ...
 
 
@@ -189,7 +193,7 @@ class TrainerRank:
 
     @cluster.control
     async def share_holdings(self, rank: int, holdings: tuple[Holding | None, ...]) -> tuple[int, ...]:
-        """See :class:`Trainer`.
+        """See :class:`Rank`.
 
         Raises:
             PlanError: The shards of a tensor do not tile it.
@@ -437,7 +441,7 @@ def _kept(buffers: list[Tensor], index: int, nbytes: int, device: str) -> Tensor
     return buffers[index]
 
 
-TRAINER_METHODS = tuple(name for name in vars(Trainer) if not name.startswith("_"))
+TRAINER_METHODS = tuple(name for kind in (Trainer, Rank) for name in vars(kind) if not name.startswith("_"))
 """The names of the methods a trainer rank must have."""
 
 

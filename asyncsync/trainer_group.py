@@ -8,9 +8,8 @@ nothing, and takes no part in updates.
 
 from __future__ import annotations
 
-import asyncio
 import secrets
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -21,7 +20,7 @@ from asyncsync.fanout import race, settle
 from asyncsync.messages import Contacts, ReadOptions, Rendezvous, SendReceipt, TrainerStatus, UpdateOrder
 from asyncsync.shards import Holding
 from asyncsync.shield import shielded
-from asyncsync.trainer import RemoteTrainer, Trainer, TrainerRank, shard_connection
+from asyncsync.trainer import Rank, RemoteTrainer, Trainer, TrainerRank, shard_connection
 
 T = TypeVar("T")
 
@@ -33,7 +32,7 @@ class TrainerGroup:
         ranks: All ranks of the trainer; the first is the source.
     """
 
-    def __init__(self, ranks: Sequence[Trainer]) -> None:
+    def __init__(self, ranks: Sequence[Rank]) -> None:
         self._ranks = tuple(ranks)
         self._agreed: tuple[object, ...] | None = None
         self._bringers: tuple[int, ...] = ()
@@ -49,9 +48,10 @@ class TrainerGroup:
             PlanError: The ranks disagree on a tensor, by name; or shards do not tile their tensor.
             TrainerError: A rank failed, by number.
         """
-        statuses = await self._all(range(len(self._ranks)), lambda rank: rank.describe_weights(options, known_digest))
+        everyone = range(len(self._ranks))
+        statuses = await self._all(everyone, lambda _, rank: rank.describe_weights(options, known_digest))
         if len({status.plan_digest for status in statuses}) > 1:
-            statuses = await self._all(range(len(self._ranks)), lambda rank: rank.describe_weights(options, None))
+            statuses = await self._all(everyone, lambda _, rank: rank.describe_weights(options, None))
             _refuse_disagreement([status.specs or () for status in statuses])
         source = statuses[0]
         instances = tuple(status.instance for status in statuses)
@@ -71,9 +71,8 @@ class TrainerGroup:
         )
 
     async def _share(self, holdings: tuple[Holding | None, ...]) -> None:
-        numbers = {rank: number for number, rank in enumerate(self._ranks)}
         self._bringers = ()
-        found = await self._all(range(len(self._ranks)), lambda rank: rank.share_holdings(numbers[rank], holdings))
+        found = await self._all(range(len(self._ranks)), lambda number, rank: rank.share_holdings(number, holdings))
         self._bringers = found[0]
 
     def _is_connected(self, statuses: Sequence[TrainerStatus]) -> bool:
@@ -85,49 +84,48 @@ class TrainerGroup:
             for end in (0, rank)
         )
 
-    async def share_holdings(self, rank: int, holdings: tuple[Holding | None, ...]) -> tuple[int, ...]:
-        """Groups are not nested."""
-        raise NotImplementedError
-
     async def open_trainer_group(self, rendezvous: Rendezvous) -> Contacts:
         """See :class:`~asyncsync.trainer.Trainer`. Connects the ranks with each other first."""
         shards = secrets.token_hex(16)
         self._shards = None  # until all are connected (R13)
-        for rank in self._bringers:
-            await self._connect_shards(replace(rendezvous, connection=shard_connection(shards, rank), shards_of=rank))
-        self._shards = shards
-        return await self._call(0, lambda source: source.open_trainer_group(rendezvous))
-
-    async def _connect_shards(self, rendezvous: Rendezvous) -> None:
-        bringer = rendezvous.shards_of
-        assert bringer is not None
-        ends = (bringer, 0)  # whoever sends is rank 0 of a group
-        seats = {end: replace(rendezvous, rank=position, world_size=2) for position, end in enumerate(ends)}
         try:
-            opened = await self._all(ends, lambda rank: rank.open_trainer_group(seats[self._ranks.index(rank)]))
-            contacts = opened[0] | opened[1]
-            await self._all(ends, lambda rank: rank.join_trainer_group(rendezvous.connection, contacts))
+            for rank in self._bringers:
+                await self._connect_shards(rank, replace(rendezvous, connection=shard_connection(shards, rank)))
         except BaseException:
-            await shielded(self._leave(ends, rendezvous.connection))
+            await shielded(self._leave(shards=shards))
             raise
+        self._shards = shards
+        return await self._call(0, lambda _, source: source.open_trainer_group(rendezvous))
+
+    async def _connect_shards(self, bringer: int, rendezvous: Rendezvous) -> None:
+        ends = (bringer, 0)  # whoever sends is rank 0 of a group
+        seats = {
+            end: replace(rendezvous, shards_of=bringer, rank=position, world_size=2)
+            for position, end in enumerate(ends)
+        }
+        opened = await self._all(ends, lambda end, rank: rank.open_trainer_group(seats[end]))
+        contacts = opened[0] | opened[1]
+        await self._all(ends, lambda _, rank: rank.join_trainer_group(rendezvous.connection, contacts))
 
     async def join_trainer_group(self, connection: str, contacts: Contacts) -> None:
         """See :class:`~asyncsync.trainer.Trainer`."""
-        await self._call(0, lambda source: source.join_trainer_group(connection, contacts))
+        await self._call(0, lambda _, source: source.join_trainer_group(connection, contacts))
 
     async def leave_trainer_group(self, connection: str) -> None:
         """See :class:`~asyncsync.trainer.Trainer`. The ranks leave each other, too."""
         shards, self._shards = self._shards, None
-        leaving = [self._leave((0,), connection)]
-        if shards is not None:
-            leaving += [self._leave((0, rank), shard_connection(shards, rank)) for rank in self._bringers]
-        await asyncio.gather(*leaving)
+        await self._leave(connection, shards=shards)
 
-    async def _leave(self, ranks: Sequence[int], connection: str) -> None:
-        calls = {rank: self._call(rank, lambda rank: rank.leave_trainer_group(connection)) for rank in ranks}
-        for result in (await settle(calls)).values():
-            if isinstance(result, Exception):
-                raise result
+    async def _leave(self, connection: str | None = None, *, shards: str | None) -> None:
+        """Leave groups, at every end; all are tried, and the first error is raised."""
+        groups = [] if connection is None else [(0, connection)]
+        if shards is not None:
+            groups += [(end, shard_connection(shards, rank)) for rank in self._bringers for end in (0, rank)]
+
+        def leave(end: int, group: str) -> Awaitable[None]:
+            return self._call(end, lambda _, rank: rank.leave_trainer_group(group))
+
+        _raise_first(await settle({(end, group): leave(end, group) for end, group in groups}))
 
     async def send_weights(self, order: UpdateOrder) -> SendReceipt | None:
         """See :class:`~asyncsync.trainer.Trainer`.
@@ -139,25 +137,23 @@ class TrainerGroup:
             if self._shards is None:
                 raise OutOfStepError("the trainer's ranks are not connected with each other")
             order = replace(order, shards=self._shards)
-        receipts = await self._all((0, *self._bringers), lambda rank: rank.send_weights(order))
+        receipts = await self._all((0, *self._bringers), lambda _, rank: rank.send_weights(order))
         return receipts[0]
 
     async def abort_send(self, epoch: int) -> None:
         """See :class:`~asyncsync.trainer.Trainer`."""
-        calls = {rank: self._call(rank, lambda one: one.abort_send(epoch)) for rank in (0, *self._bringers)}
-        for result in (await settle(calls)).values():
-            if isinstance(result, Exception):
-                raise result
+        ranks = (0, *self._bringers)
+        _raise_first(await settle({rank: self._call(rank, lambda _, one: one.abort_send(epoch)) for rank in ranks}))
 
-    async def _all(self, ranks: Sequence[int], call: Callable[[Trainer], Awaitable[T]]) -> list[T]:
-        """Call ranks together; the first failure ends the other calls."""
+    async def _all(self, ranks: Sequence[int], call: Callable[[int, Rank], Awaitable[T]]) -> list[T]:
+        """Call ranks together, each with its number; the first failure ends the other calls."""
         results = await race({rank: self._call(rank, call) for rank in ranks})
         return [results[rank] for rank in ranks]
 
-    async def _call(self, rank: int, call: Callable[[Trainer], Awaitable[T]]) -> T:
+    async def _call(self, rank: int, call: Callable[[int, Rank], Awaitable[T]]) -> T:
         """Call one rank; its errors say which it was."""
         try:
-            return await call(self._ranks[rank])
+            return await call(rank, self._ranks[rank])
         except cluster.ActorLostError as error:
             raise TrainerError(f"trainer rank {rank} is gone: {cluster.how_it_was_lost(error)}") from error
         except (PlanError, ConnectError) as error:
@@ -169,6 +165,12 @@ class TrainerGroup:
             raise
         except Exception as error:
             raise TrainerError(f"trainer rank {rank} failed: {type(error).__name__}: {error}") from error
+
+
+def _raise_first(results: Mapping[Any, object]) -> None:
+    for result in results.values():
+        if isinstance(result, Exception):
+            raise result
 
 
 def _refuse_disagreement(specs: Sequence[tuple[TensorSpec, ...]]) -> None:
@@ -201,16 +203,18 @@ def as_trainer(candidate: Any, *, offload: bool | None) -> tuple[Trainer, Traine
         for index, key in enumerate(keys):
             if key in keys[:index]:
                 raise ValueError(f"trainer rank {index} is given twice: it is rank {keys.index(key)} too")
-        ranks = [as_trainer(rank, offload=offload)[0] for rank in candidate]
+        ranks = [_as_rank(rank) for rank in candidate]
         return (TrainerGroup(ranks) if len(ranks) > 1 else ranks[0]), None
     if cluster.is_actor_class(candidate):
         raise TypeError(f"{cluster.actor_class_name(candidate)} is an actor class, no actor: call its .remote(…) first")
-    if isinstance(candidate, TrainerRank):
-        return candidate, None
     if _is_rank(candidate):
-        return RemoteTrainer(candidate), None
+        return _as_rank(candidate), None
     rank = TrainerRank(candidate, offload=offload)
     return rank, rank
+
+
+def _as_rank(candidate: Any) -> Rank:
+    return candidate if isinstance(candidate, TrainerRank) else RemoteTrainer(candidate)
 
 
 def _is_rank(candidate: Any) -> bool:
