@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
-import logging
 import os
 import statistics
 import time
@@ -27,13 +25,13 @@ from typing import Any
 
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # a private cluster on this machine; read when Ray is imported
 
-import ray
 from rich.console import Console
 from rich.table import Table
 
 from asyncsync import cluster
 from asyncsync.lock import RolloutLock
 from asyncsync.shared_lock import SharedRolloutLock
+from benchmarks.running import on_a_private_cluster, write_rows
 
 CLIENTS = (1, 2, 4, 8, 16)
 HOLD = 0.005  # seconds
@@ -133,14 +131,9 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="10 turns a client instead of 50")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to this file")
     options = parser.parse_args()
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
-    try:
-        rows = asyncio.run(run(10 if options.quick else 50))
-    finally:
-        ray.shutdown()
+    rows = on_a_private_cluster(lambda: run(10 if options.quick else 50))
     show(rows)
-    if options.json:
-        options.json.write_text(json.dumps(rows, indent=2) + "\n")
+    write_rows(rows, options.json)
 
 
 if __name__ == "__main__":

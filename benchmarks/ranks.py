@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
-import logging
 import os
 import random
 import statistics
@@ -28,7 +26,6 @@ from typing import Any
 
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # a private cluster on this machine; read when Ray is imported
 
-import ray
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -37,6 +34,7 @@ import asyncsync
 from asyncsync import cluster
 from benchmarks import layouts
 from benchmarks.layouts import Layout
+from benchmarks.running import on_a_private_cluster, write_rows
 from benchmarks.sync_latency import WARM_UP, BareGloo, Fleet, WrongBytesError
 
 ROUNDS = 7
@@ -165,20 +163,11 @@ def main() -> None:
     parser.add_argument("--engines", type=int, default=2, metavar="N", help="rollout engines (2)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to this file")
     options = parser.parse_args()
-    ray.init(
-        num_cpus=2,
-        object_store_memory=100 * layouts.MB,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
+    rows = on_a_private_cluster(
+        lambda: measure_all(options.case or CASES, options.ranks, options.engines, say=Console(stderr=True))
     )
-    try:
-        rows = asyncio.run(measure_all(options.case or CASES, options.ranks, options.engines, say=Console(stderr=True)))
-    finally:
-        ray.shutdown()
     show(rows)
-    if options.json:
-        options.json.write_text(json.dumps(rows, indent=2) + "\n")
+    write_rows(rows, options.json)
 
 
 if __name__ == "__main__":

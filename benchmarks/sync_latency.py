@@ -19,8 +19,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
-import json
-import logging
 import os
 import platform
 import random
@@ -46,6 +44,7 @@ from asyncsync import cluster
 from asyncsync.demo.measures import TICK, StallMeter
 from benchmarks import layouts
 from benchmarks.layouts import Layout
+from benchmarks.running import on_a_private_cluster, write_rows
 from benchmarks.seed_loop import BUCKET_SIZE, Group, SeedLock, SeedLoop, SeedReceiver, open_store
 
 WARM_UP = 2  # runs: an engine allocates memory to stage weights in during the first two updates
@@ -411,20 +410,9 @@ def main() -> None:
         if (not options.engines or engines in options.engines)
         and (chosen := [name for name in names if not options.case or name in options.case])
     ]
-    ray.init(
-        num_cpus=2,
-        object_store_memory=100 * layouts.MB,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-    )
-    try:
-        rows = asyncio.run(measure_all(plan, quick=options.quick, say=Console(stderr=True)))
-    finally:
-        ray.shutdown()
+    rows = on_a_private_cluster(lambda: measure_all(plan, quick=options.quick, say=Console(stderr=True)))
     show(rows)
-    if options.json:
-        options.json.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
+    write_rows([asdict(row) for row in rows], options.json)
 
 
 if __name__ == "__main__":
