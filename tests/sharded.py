@@ -73,6 +73,20 @@ class ShardedTrainer(asyncsync.TrainerRank):
         delattr(owner, name)
         owner.register_parameter(new.rpartition(".")[2], parameter)
 
+    def groups(self) -> int:
+        """How many groups this rank is in, or joining."""
+        return sum(seat.link is not None or seat._joining is not None for seat in self._seats)
+
+    def fail_to_open(self) -> None:
+        """Fail, once, to open a group."""
+
+        def fail() -> str:
+            cluster.node_address = original
+            raise OSError("no port")
+
+        original = cluster.node_address
+        cluster.node_address = fail
+
     def stop_before_sending(self) -> None:
         """Bring nothing in the next update: hang, as a rank does whose training step has not ended."""
         self._sender.submit(threading.Event().wait)

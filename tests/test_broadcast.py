@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import traceback
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
@@ -79,6 +80,20 @@ async def test_a_member_that_does_not_come_is_an_error_in_time() -> None:
         assert len(await member.contacts()) == 1
         with pytest.raises(ConnectError, match=r"rank 0 of 2 .* the other members did not come within 0\.2 s"):
             await joined
+
+
+async def test_a_failed_forming_keeps_no_frame_of_gloo_alive() -> None:
+    """Gloo's device would listen on, and crash the process when a member that was only frozen thaws and speaks."""
+    async with joining(0, 2, join_timeout=0.1) as (_, joined):
+        with pytest.raises(ConnectError) as caught:
+            await joined
+    frames, error = [], caught.value
+    chain: BaseException | None = error
+    while chain is not None:
+        frames += [frame.f_code.co_name for frame, _ in traceback.walk_tb(chain.__traceback__)]
+        chain = chain.__cause__ or chain.__context__
+    assert "join" in frames
+    assert "_new_group" not in frames
 
 
 async def test_joining_can_be_stopped() -> None:

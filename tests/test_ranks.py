@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import os
 import signal
 from collections.abc import Iterator
@@ -13,6 +15,7 @@ import ray
 
 import asyncsync
 from asyncsync import EngineState, PlanError, WeightSynchronizer, cluster
+from tests.cancelling import CancelAt
 from tests.engines import ToldEngine, failing
 from tests.sample import contents
 from tests.sharded import Mixed, RemoteShardedTrainer, become, every
@@ -136,3 +139,50 @@ async def test_a_rank_that_is_killed_in_mid_update_is_named_and_engines_serve_on
                 assert version == 1
                 assert contents(engine.module) == old
     ray.kill(ranks[0])
+
+
+@pytest.mark.parametrize("connected", [True, False], ids=["connected", "connecting"])
+async def test_cancelled_at_each_await_the_ranks_are_fit_for_the_next_update(
+    actors: list[Any], tmp_path: Path, connected: bool
+) -> None:
+    async def run(update: CancelAt) -> None:
+        await update
+
+    ranks = actors[:2]
+    await become(ranks, "fsdp", tmp_path)
+    for at in itertools.count():
+        engines = served(7)
+        async with WeightSynchronizer(ranks, engines) as synchronizer:
+            if connected:
+                await synchronizer.update_weights()
+            update = CancelAt(synchronizer._update(), at, "waiting")
+            await asyncio.wait([asyncio.create_task(run(update))])
+            await every(ranks, "step")
+            await synchronizer.update_weights()
+            whole, _ = await every(ranks, "whole")
+            assert [contents(engine.module) for engine in engines] == [whole, whole]
+        assert await every(ranks, "groups") == [0, 0], "closing leaves every group"
+        if not update.reached:
+            break
+    assert at >= (2 if connected else 5)
+
+
+async def test_updates_of_ranks_that_are_asked_for_at_once_share_their_runs(actors: list[Any], tmp_path: Path) -> None:
+    ranks, engines = actors[:2], served(7)
+    await become(ranks, "fsdp", tmp_path)
+    async with WeightSynchronizer(ranks, engines) as synchronizer:
+        updates = await asyncio.gather(*(synchronizer.update_weights() for _ in range(5)))
+        assert {update.version for update in updates} <= {1, 2}
+        whole, _ = await every(ranks, "whole")
+        assert [contents(engine.module) for engine in engines] == [whole, whole]
+
+
+async def test_ranks_that_cannot_be_connected_leave_none_of_them_in_a_group(actors: list[Any], tmp_path: Path) -> None:
+    await become(actors, "fsdp", tmp_path)
+    await cluster.call(actors[3], "fail_to_open")
+    async with WeightSynchronizer(actors, served(7)) as synchronizer:
+        with pytest.raises(asyncsync.TrainerError, match="trainer rank 3 failed: OSError: no port"):
+            await synchronizer.update_weights()
+        assert await every(actors, "groups") == [0, 0, 0, 0]
+        await synchronizer.update_weights()
+        assert sum(await every(actors, "groups")) > 4

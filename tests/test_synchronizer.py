@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 import asyncsync
-from asyncsync import EngineError, EngineState, PlanError, TransferError, WeightSynchronizer
+from asyncsync import EngineError, EngineState, PlanError, TransferError, WeightSynchronizer, cluster
+from asyncsync.messages import SendReceipt, UpdateOrder
 from tests.cancelling import CancelAt
 from tests.engines import (
     CONNECTING,
@@ -1038,7 +1039,37 @@ async def test_an_engine_that_was_restarted_while_idle_is_brought_up_to_date_in_
         await synchronizer.update_weights()
         engines[1]._seat.close()
         engines[1].__init__(zoo(99), staged=staged)  # type: ignore[misc]  # a new process, as far as anyone can tell
+        for engine in engines:  # the trainer hears its connection break before an engine says that it is new
+            engine.before["receive_weights"] = hanging()
         change(trainer)
         update = await synchronizer.update_weights()
         assert [outcome.state for outcome in update.outcomes] == [EngineState.UPDATED] * 2
         assert [holds(engine, trainer) for engine in engines] == [True, True]
+
+
+async def test_a_trainer_that_dies_in_mid_transfer_is_named_and_no_engine_that_heard_it_first() -> None:
+    class Mortal(asyncsync.TrainerRank):
+        dead = False
+
+        async def send_weights(self, order: UpdateOrder) -> SendReceipt | None:
+            if not self.dead:
+                return await super().send_weights(order)
+            self._seat.close()  # what its engines hear
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        async def abort_send(self, epoch: int) -> None:
+            if self.dead:
+                raise cluster.ActorLostError
+            await super().abort_send(epoch)
+
+    trainer, engines = Mortal(Zoo(1)), [ToldEngine(zoo(50)), ToldEngine(zoo(51))]
+    async with WeightSynchronizer(trainer, engines, timeout=60) as synchronizer:
+        await synchronizer.update_weights()
+        trainer.dead = True
+        with pytest.raises(asyncsync.TrainerError, match="the trainer is gone") as caught:
+            await synchronizer.update_weights()
+        assert caught.value.phase == "transfer"
+        assert [outcome.state for outcome in caught.value.outcomes] == [EngineState.UNCHANGED] * 2
+        trainer.dead = False
+        await synchronizer.update_weights()
