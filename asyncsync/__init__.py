@@ -4,7 +4,7 @@ A weight update is one awaited transaction: see :class:`WeightSynchronizer`.
 """
 
 from asyncsync.cluster import remote
-from asyncsync.engines import EngineReceipt, ModuleEngine, RolloutEngine
+from asyncsync.engines import EngineReceipt, GivingEngine, ModuleEngine, RolloutEngine
 from asyncsync.errors import (
     AsyncSyncError,
     ClosedError,
@@ -14,6 +14,7 @@ from asyncsync.errors import (
     EventLoopError,
     LockError,
     LockTimeoutError,
+    MembershipError,
     MemorySaverError,
     NotReadyError,
     OutOfStepError,
@@ -31,6 +32,7 @@ from asyncsync.report import EngineOutcome, EngineState, WeightUpdate
 from asyncsync.shared_lock import SharedRolloutLock
 from asyncsync.synchronizer import WeightSynchronizer
 from asyncsync.trainer import TrainerRank
+from asyncsync.weights import GatheredWeights
 
 __all__ = [
     "AsyncSyncError",
@@ -44,9 +46,12 @@ __all__ = [
     "EngineState",
     "EngineStatus",
     "EventLoopError",
+    "GatheredWeights",
+    "GivingEngine",
     "Layout",
     "LockError",
     "LockTimeoutError",
+    "MembershipError",
     "MemorySaverError",
     "ModuleEngine",
     "NotReadyError",

@@ -2,24 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from asyncsync.buckets import joint_digest
 from asyncsync.clock import UpdateClock
 from asyncsync.errors import WeightUpdateError
-from asyncsync.fleet import Member
+from asyncsync.fleet import Fleet, Member
 from asyncsync.messages import EngineStatus, SendReceipt, UpdateOrder
 from asyncsync.report import EngineOutcome, EngineState, WeightUpdate
+
+
+@dataclass(frozen=True, slots=True)
+class Orders:
+    """What each end of an update is ordered to do: the same, but through which groups.
+
+    Attributes:
+        all: What is ordered to all; it names no groups.
+        sources: What is ordered to each source, in order.
+        engines: What is ordered to each engine.
+    """
+
+    all: UpdateOrder
+    sources: tuple[UpdateOrder, ...]
+    engines: Mapping[Member, UpdateOrder]
 
 
 class Attempt:
     """An update under way.
 
     Args:
-        order: What was ordered.
+        orders: What was ordered.
         engines: How each engine was when it began.
 
     Attributes:
-        order: What was ordered.
+        orders: What was ordered, to each end.
+        order: What was ordered to all of them.
+        fleet: The engines.
         staged: Whether every engine holds new weights beside the old.
-        sent: What the trainer sent, once every engine has confirmed it.
+        sent: What each source sent, once every engine has confirmed it.
         digests: What each engine received, as it says.
         instances: Which process or object each engine was when it began.
         lost: Errors of ends that are gone.
@@ -29,10 +50,12 @@ class Attempt:
         outcomes: What became of each engine so far.
     """
 
-    def __init__(self, order: UpdateOrder, engines: dict[Member, EngineStatus]) -> None:
-        self.order = order
+    def __init__(self, orders: Orders, engines: Mapping[Member, EngineStatus]) -> None:
+        self.orders = orders
+        self.order = orders.all
+        self.fleet = Fleet(tuple(engines))
         self.staged = all(status.staged for status in engines.values())
-        self.sent: SendReceipt | None = None
+        self.sent: Sequence[SendReceipt] = ()
         self.digests: dict[Member, str] = {}
         self.undone = False
         self.lost: list[Exception] = []
@@ -66,6 +89,16 @@ class Attempt:
             error=None if error is None else str(error),
         )
 
+    @property
+    def digest(self) -> str:
+        """Digest of the whole set of weights that was sent."""
+        return joint_digest([receipt.digest for receipt in self.sent])
+
+    def note_versions(self) -> None:
+        """Have the members know what they hold now."""
+        for member, outcome in self.outcomes.items():
+            member.weight_version = outcome.weight_version if self.may_serve(member) else None
+
     def may_serve(self, member: Member) -> bool:
         """Whether an engine holds whole weights, as far as is known."""
         return self.outcomes[member].state in (EngineState.UPDATED, EngineState.UNCHANGED)
@@ -83,15 +116,14 @@ class Attempt:
 
     def report(self, clock: UpdateClock) -> WeightUpdate:
         """The result of an update that succeeded."""
-        assert self.sent is not None
         return WeightUpdate(
             version=self.order.version,
             outcomes=tuple(self.outcomes.values()),
-            tensors=self.sent.tensors,
-            tensors_changed=self.sent.tensors_changed,
-            buckets=self.sent.buckets,
-            bytes=self.sent.nbytes,
-            bytes_changed=self.sent.nbytes_changed,
-            digest=self.sent.digest,
+            tensors=sum(receipt.tensors for receipt in self.sent),
+            tensors_changed=sum(receipt.tensors_changed for receipt in self.sent),
+            buckets=sum(receipt.buckets for receipt in self.sent),
+            bytes=sum(receipt.nbytes for receipt in self.sent),
+            bytes_changed=sum(receipt.nbytes_changed for receipt in self.sent),
+            digest=self.digest,
             seconds=clock.seconds | {"total": clock.elapsed},
         )

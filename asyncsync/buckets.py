@@ -4,19 +4,20 @@ All tensors are laid one after another into one address space, the *arena*, each
 :data:`ALIGNMENT`. Buckets are consecutive cuts of the arena. Two things follow, and both ends rely on them: a tensor
 that is split over buckets lies in one piece once they have all arrived, so an engine that receives into an arena of
 its own holds every tensor as a view; and a plan needs no more than names, dtypes, shapes and a bucket size, so both
-ends compute it and compare digests.
+ends compute it and compare digests. Where several sources send, each plans its own tensors, and the plans are joined.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 
-from asyncsync.digests import hash_text
+from asyncsync.digests import Digests, combine, hash_text
 from asyncsync.errors import PlanError
 
 ALIGNMENT = 64
@@ -89,6 +90,7 @@ class Bucket:
         whole: Indices of the tensors that lie whole in it.
         spans: Where each of those lies: (start, stop) in the bucket, bytes.
         pieces: Parts of tensors that are split over buckets.
+        source: Which of several sources sends it.
     """
 
     index: int
@@ -97,6 +99,7 @@ class Bucket:
     whole: tuple[int, ...]
     spans: tuple[tuple[int, int], ...]
     pieces: tuple[Piece, ...]
+    source: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -121,6 +124,7 @@ class Plan:
         buckets: The cuts.
         bucket_size: The most bytes a bucket may have.
         arena_nbytes: Size of the arena, padding included.
+        parts: The plans it was joined from, one a source; none if it is one source's own.
     """
 
     specs: tuple[TensorSpec, ...]
@@ -128,6 +132,7 @@ class Plan:
     buckets: tuple[Bucket, ...]
     bucket_size: int
     arena_nbytes: int
+    parts: tuple[Plan, ...] = ()
 
     @cached_property
     def nbytes(self) -> int:
@@ -142,6 +147,8 @@ class Plan:
     @cached_property
     def layout_digest(self) -> str:
         """Digest of names, dtypes and shapes, in order; tied names count, the cutting does not."""
+        if self.parts:
+            return hash_text(part.layout_digest for part in self.parts)
         return hash_text(
             text
             for spec in self.specs
@@ -151,8 +158,22 @@ class Plan:
     @cached_property
     def digest(self) -> str:
         """Digest of the whole plan: two ends with the same one agree on every byte's place."""
+        if self.parts:
+            return joint_digest([part.digest for part in self.parts])
         cuts = (f"{bucket.start}-{bucket.stop}" for bucket in self.buckets)
         return hash_text((self.layout_digest, str(ALIGNMENT), *cuts))
+
+    def digest_of(self, digests: Digests) -> str:
+        """The digest of a whole set of weights, from its tensors' digests, in order."""
+        if not self.parts:
+            return combine(self.layout_digest, digests)
+        starts = itertools.accumulate((len(part.specs) for part in self.parts), initial=0)
+        return joint_digest(
+            [
+                part.digest_of(digests[start : start + len(part.specs)])
+                for part, start in zip(self.parts, starts, strict=False)
+            ]
+        )
 
 
 def plan_buckets(specs: Sequence[TensorSpec], bucket_size: int = DEFAULT_BUCKET_SIZE) -> Plan:
@@ -199,6 +220,53 @@ def plan_buckets(specs: Sequence[TensorSpec], bucket_size: int = DEFAULT_BUCKET_
             cutter.cut(offset + _align(size))
     cutter.cut(end)
     return Plan(tuple(specs), tuple(offsets), tuple(cutter.buckets), bucket_size, end)
+
+
+def join_plans(plans: Sequence[Plan]) -> Plan:
+    """The plan of several sources: their tensors one after another, their buckets in turns.
+
+    The order of the buckets is the order in which every engine takes them. Each source sends its own in the same order,
+    so the first one that is not through is always on its way at its source, and awaited at every engine: sources and
+    engines can never wait for each other in a circle. And no source waits for the whole of another's part.
+
+    Raises:
+        PlanError: Two sources send a tensor of the same name.
+    """
+    if len(plans) == 1:
+        return plans[0]
+    refuse_rivals([plan.specs for plan in plans])
+    first_tensor = list(itertools.accumulate((len(plan.specs) for plan in plans), initial=0))
+    first_byte = list(itertools.accumulate((plan.arena_nbytes for plan in plans), initial=0))
+    turns = itertools.chain.from_iterable(itertools.zip_longest(*(plan.buckets for plan in plans)))
+    sources = itertools.cycle(range(len(plans)))
+    buckets: list[Bucket] = []
+    for source, bucket in zip(sources, turns, strict=False):
+        if bucket is not None:
+            tensor, byte = first_tensor[source], first_byte[source]
+            buckets.append(
+                Bucket(
+                    len(buckets),
+                    bucket.start + byte,
+                    bucket.stop + byte,
+                    tuple(index + tensor for index in bucket.whole),
+                    bucket.spans,
+                    tuple(replace(piece, tensor=piece.tensor + tensor) for piece in bucket.pieces),
+                    source,
+                )
+            )
+    return Plan(
+        specs=tuple(spec for plan in plans for spec in plan.specs),
+        offsets=tuple(offset + byte for plan, byte in zip(plans, first_byte, strict=False) for offset in plan.offsets),
+        buckets=tuple(buckets),
+        bucket_size=max(plan.bucket_size for plan in plans),
+        arena_nbytes=first_byte[-1],
+        parts=tuple(plans),
+    )
+
+
+def joint_digest(digests: Sequence[str]) -> str:
+    """The digest of several parts, from the digest of each; that of a single one is its own."""
+    return digests[0] if len(digests) == 1 else hash_text(digests)
 
 
 class _Cutter:
@@ -250,6 +318,25 @@ def _refuse_duplicates(specs: Sequence[TensorSpec]) -> None:
             (twice if name in seen else seen).add(name)
     if twice:
         raise PlanError(f"weights name a tensor twice: {list_names(twice)}", names=sorted(twice))
+
+
+def refuse_rivals(parts: Sequence[Sequence[TensorSpec]]) -> None:
+    """Compare what several sources send.
+
+    Raises:
+        PlanError: Two of them send a tensor of the same name.
+    """
+    owners: dict[str, int] = {}
+    claims: dict[tuple[int, int], list[str]] = {}
+    for source, specs in enumerate(parts):
+        for spec in specs:
+            for name in spec.names:
+                if (owner := owners.setdefault(name, source)) != source:
+                    claims.setdefault((owner, source), []).append(name)
+    if claims:
+        found = (f"sources {one} and {other} both send {list_names(names)}" for (one, other), names in claims.items())
+        names = sorted(name for rivals in claims.values() for name in rivals)
+        raise PlanError(f"a tensor must have one source: {'; '.join(found)}", names=names)
 
 
 def list_names(names: Sequence[str] | set[str], most: int = 8) -> str:

@@ -86,6 +86,11 @@ def in_actor() -> bool:
     return ray.is_initialized() and ray.get_runtime_context().get_actor_id() is not None
 
 
+def was_restarted() -> bool:
+    """Whether this process is an actor's that Ray has started anew after its first process died."""
+    return in_actor() and bool(ray.get_runtime_context().was_current_actor_reconstructed)
+
+
 def is_actor(candidate: object) -> bool:
     """Whether ``candidate`` is a Ray actor handle."""
     return isinstance(candidate, ActorHandle)

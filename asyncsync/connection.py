@@ -1,9 +1,15 @@
 """Agreeing on what is sent, and connecting what is new: everything before an update's first byte.
 
-At first, and after any failure, both ends are asked how they are, in one round; their answers decide what has to be
-done. After an update that succeeded everywhere nobody is asked: the next order is given on what is known, and an end
-that finds it out of step (an engine that was restarted, a layout that changed) refuses it before the first byte. Then
-everyone is asked again. A round of calls to Ray actors costs 2 ms, so an update in step costs two rounds, not three.
+At first, after any failure, and when engines have come or gone, everyone is asked how they are, in one round; the
+answers decide what has to be done. After an update that succeeded everywhere nobody is asked: the next order is given
+on what is known, and an end that finds it out of step (an engine that was restarted, a layout that changed) refuses it
+before the first byte. Then everyone is asked again. A round of calls to Ray actors costs 2 ms, so an update in step
+costs two rounds, not three.
+
+Engines are connected in *cohorts*: those that were connected together are in one group with each source, so that one
+broadcast serves them all. Engines that join become a cohort of their own, and nobody else is touched. A cohort that an
+engine has left is formed anew of those that remain and those that join. As each bucket is sent to each cohort, there
+are only so many: beyond that, all are made one.
 """
 
 from __future__ import annotations
@@ -11,15 +17,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Awaitable, Callable
-from dataclasses import replace
-from typing import Any, Literal, TypeVar
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
-from asyncsync import cluster
+from asyncsync.attempt import Orders
+from asyncsync.buckets import TensorSpec, joint_digest, refuse_rivals
 from asyncsync.clock import UpdateClock
-from asyncsync.errors import ConnectError, PlanError, TrainerError, WeightUpdateError
+from asyncsync.errors import ConnectError, PlanError
 from asyncsync.fanout import race, settle
-from asyncsync.fleet import Fleet, Member, is_ours
+from asyncsync.fleet import Fleet, Member
 from asyncsync.messages import (
     Backend,
     Contacts,
@@ -32,8 +39,9 @@ from asyncsync.messages import (
     UpdateOrder,
     next_epoch,
 )
-from asyncsync.shield import shielded
-from asyncsync.trainer import Trainer
+from asyncsync.shield import CLEANUP_TIMEOUT, shielded
+from asyncsync.sources import Source, Sources
+from asyncsync.transports.forming import End, form_group
 
 JOIN_TIMEOUT = 30.0
 """Seconds, at the most, that the members of a group wait for each other."""
@@ -41,55 +49,92 @@ JOIN_TIMEOUT = 30.0
 OPERATION_TIMEOUT = 60.0
 """Seconds, at the most, that one bucket may take; an operation that was given up ends by then."""
 
+MAX_COHORTS = 4
+"""How many times a bucket may have to be sent because engines joined one by one."""
+
 BackendChoice = Literal["auto"] | Backend
 
-T = TypeVar("T")
 _log = logging.getLogger("asyncsync")
 
 
+@dataclass(frozen=True, slots=True)
+class Cohort:
+    """Engines that are in the same groups.
+
+    Attributes:
+        connections: The groups' names, one a source, in order.
+        engines: What identified each engine, with its number of ranks, when it was connected.
+        sources: What identified each source.
+        backend: Of the groups.
+    """
+
+    connections: tuple[str, ...]
+    engines: Mapping[Member, tuple[str, int]]
+    sources: tuple[str, ...]
+    backend: Backend
+
+    def stands(
+        self, sources: Sequence[TrainerStatus], engines: Mapping[Member, EngineStatus], backend: Backend
+    ) -> bool:
+        """Whether every end is still who it was, and in the groups."""
+        return (
+            self.backend == backend
+            and self.sources == _identities(sources)
+            and all(name in source.connections for name, source in zip(self.connections, sources, strict=True))
+            and all(
+                member in engines
+                and _identity(engines[member]) == identity
+                and set(self.connections) <= set(engines[member].connections)
+                for member, identity in self.engines.items()
+            )
+        )
+
+
 class Connection:
-    """What trainer and engines have agreed on, and the group they are in.
+    """What sources and engines have agreed on, and the groups they are in.
 
     Args:
-        trainer: The source rank.
-        fleet: The engines.
-        options: How the trainer is to read its weights.
+        sources: Where the weights come from.
+        options: How they are to be read.
         partial: Whether engines may hold names that are not sent.
-        backend: The group's backend; ``"auto"`` is NCCL if every weight is on a GPU, else gloo.
+        backend: The groups' backend; ``"auto"`` is NCCL if every weight is on a GPU, else gloo.
         policy: What is done with requests in flight.
-        timeout: Seconds for an operation of the group.
-        cleanup_timeout: Seconds for undoing a failed connect.
+        timeout: Seconds for an operation of a group.
+
+    Attributes:
+        layout: What was agreed on last.
     """
 
     def __init__(
         self,
-        trainer: Trainer,
-        fleet: Fleet,
+        sources: Sources,
         *,
         options: ReadOptions,
         partial: bool,
         backend: BackendChoice,
         policy: Policy,
         timeout: float,
-        cleanup_timeout: float,
     ) -> None:
-        self._trainer = trainer
-        self._fleet = fleet
+        self._sources = sources
         self._options = options
         self._partial = partial
         self._backend = backend
         self._policy = policy
         self._timeout = timeout
-        self._cleanup_timeout = cleanup_timeout
-        self._layout: Layout | None = None
-        self._group: tuple[str, tuple[str, ...]] | None = None
-        self._engines: dict[Member, EngineStatus] | None = None
+        self.layout: Layout | None = None
+        self._parts: tuple[tuple[TensorSpec, ...], ...] = ((),) * len(sources.all)
+        self._plans: tuple[str | None, ...] = (None,) * len(sources.all)
+        self._cohorts: tuple[Cohort, ...] = ()
+        self._engines: Mapping[Member, EngineStatus] | None = None
         self._epoch = 0
 
-    @property
-    def in_step(self) -> bool:
-        """Whether the next order may be given without asking."""
-        return self._engines is not None
+    def __repr__(self) -> str:
+        state = "in step" if self._engines is not None else "to be asked"
+        return f"<Connection {state}: {len(self._cohorts)} cohorts, {len(self._sources.all)} sources>"
+
+    def in_step(self, fleet: Fleet) -> bool:
+        """Whether the next order may be given to these engines without asking anyone."""
+        return self._engines is not None and tuple(self._engines) == fleet.members
 
     def confirm(self, order: UpdateOrder) -> None:
         """An update succeeded at every end."""
@@ -104,201 +149,245 @@ class Connection:
         self._engines = None
 
     async def agree(
-        self, clock: UpdateClock, *, base_epoch: int | None, version: int
-    ) -> tuple[UpdateOrder, dict[Member, EngineStatus]]:
+        self, clock: UpdateClock, fleet: Fleet, *, base_epoch: int | None, version: int
+    ) -> tuple[Orders, Mapping[Member, EngineStatus]]:
         """Read the trainer's layout, have the engines accept it, and connect whatever is not.
 
         Args:
             clock: The update's clock.
+            fleet: The engines.
             base_epoch: The attempt that made the published version.
             version: The last version known here.
 
         Returns:
-            The order for an update that may now begin, and how each engine is.
+            The orders for an update that may now begin, and how each engine is.
 
         Raises:
             PlanError: The weights cannot be sent, or do not fit an engine.
-            ConnectError: The group could not be set up.
+            ConnectError: A group could not be set up.
             EngineError: An engine failed; several of them as an EngineErrorGroup.
             TrainerError: The trainer failed.
         """
+        if not self.in_step(fleet):
+            self._engines = None
+            self._engines = await self._ask_and_connect(clock, fleet)
         engines = self._engines
-        if engines is None:
-            engines = await self._ask_and_connect(clock)
-            self._engines = engines
-        assert self._group is not None
-        assert self._layout is not None
-        self._epoch = next_epoch(max(self._epoch, *(status.epoch for status in engines.values())))
+        assert engines is not None
+        assert self.layout is not None
         newest = max(version, *(status.newest_version for status in engines.values()))
         order = UpdateOrder(
-            epoch=self._epoch,
+            epoch=self.next_epoch(engines.values()),
             version=newest + 1,
-            connection=self._group[0],
-            plan_digest=self._layout.digest,
+            connections=(),
+            plan_digest=self.layout.digest,
             policy=self._policy,
             base_epoch=base_epoch,
             timeout=clock.limit("transfer"),
         )
-        return order, engines
+        sources = tuple(
+            replace(
+                order,
+                connections=tuple(cohort.connections[number] for cohort in self._cohorts),
+                plan_digest=plan,
+            )
+            for number, plan in enumerate(self._plans)
+            if plan is not None
+        )
+        received = {
+            member: taken
+            for cohort in self._cohorts
+            for taken in [replace(order, connections=cohort.connections)]
+            for member in cohort.engines
+        }
+        return Orders(order, sources, received), engines
 
-    async def _ask_and_connect(self, clock: UpdateClock) -> dict[Member, EngineStatus]:
+    def next_epoch(self, engines: Iterable[EngineStatus]) -> int:
+        """An epoch newer than any that these engines have seen."""
+        self._epoch = next_epoch(max(self._epoch, *(status.epoch for status in engines)))
+        return self._epoch
+
+    async def _ask_and_connect(self, clock: UpdateClock, fleet: Fleet) -> Mapping[Member, EngineStatus]:
         with clock.phase("describe"):
-            known = self._layout.digest if self._layout else None
             answers: dict[str, Any] = await race(
                 {
-                    "trainer": call_trainer(
-                        lambda: self._trainer.describe_weights(self._options, known), silent=self._fleet.silent
+                    "sources": self._sources.race(
+                        lambda number, source: source.describe_weights(self._options, self._plans[number])
                     ),
-                    "engines": self._fleet.describe(self._policy),
+                    "engines": fleet.describe(self._policy),
                 }
             )
-            trainer: TrainerStatus = answers["trainer"]
+            sources: list[TrainerStatus] = answers["sources"]
             engines: dict[Member, EngineStatus] = answers["engines"]
-            layout = self._agreed_layout(trainer)
-        self._epoch = max(self._epoch, trainer.epoch)
-        unacquainted = [
-            member
+            layout = await self._agreed_layout(sources)
+        self._epoch = max(self._epoch, *(status.epoch for status in sources))
+        unacquainted = [member for member, status in engines.items() if not is_acquainted(status, layout)]
+        backend = self.choose_backend([*sources, *engines.values()])
+        standing = [cohort for cohort in self._cohorts if cohort.stands(sources, engines, backend)]
+        if len(standing) >= MAX_COHORTS and sum(len(cohort.engines) for cohort in standing) < len(engines):
+            standing = []
+        alone = {
+            member: status
             for member, status in engines.items()
-            if (status.plan_digest, status.partial) != (layout.digest, layout.partial)
-        ]
-        connected = self._is_connected(trainer, engines)
-        if unacquainted or not connected:
+            if not any(member in cohort.engines for cohort in standing)
+        }
+        if unacquainted or alone:
             with clock.phase("connect"):
-                await self._fleet.all(lambda engine: engine.accept_layout(layout), members=unacquainted)
-                if not connected:
-                    await self._connect(clock, trainer, engines)
+                await fleet.all(lambda engine: engine.accept_layout(layout), members=unacquainted)
+                await self._connect(clock, sources, standing, alone, backend)
         return engines
 
     async def aclose(self) -> None:
-        """Leave the group, at every end; bounded, and no error if an end is gone."""
-        if self._group is not None:
-            await self._leave(self._group[0])
+        """Leave every group, at every end; bounded, and no error if an end is gone."""
+        await settle({each.connections: self._leave(each.connections, each.engines) for each in self._cohorts})
 
-    def _agreed_layout(self, trainer: TrainerStatus) -> Layout:
-        if not trainer.control_group:
-            raise ConnectError(
-                "the trainer would not answer while it trains: "
-                "declare its class with @asyncsync.remote(…) in place of @ray.remote(…)"
-            )
-        if trainer.holding is not None:
-            raise PlanError("the trainer's weights are sharded over ranks: give the synchronizer a list of all of them")
-        if trainer.specs == ():
+    async def dismiss(self, member: Member, timeout: float) -> None:
+        """Have an engine leave its groups; bounded, and no error if it is gone."""
+        for cohort in self._cohorts:
+            if member in cohort.engines:
+                await self._engines_leave(cohort.connections, [member], timeout)
+
+    async def _agreed_layout(self, sources: Sequence[TrainerStatus]) -> Layout:
+        for source, status in zip(self._sources.all, sources, strict=True):
+            if not status.control_group:
+                raise ConnectError(
+                    f"{source.name} would not answer while it trains: "
+                    "declare its class with @asyncsync.remote(…) in place of @ray.remote(…)"
+                )
+            if status.holding is not None:
+                raise PlanError(
+                    f"the weights of {source.name} are sharded over ranks: give the synchronizer a list of all of them"
+                )
+        parts = tuple(
+            known if status.specs is None else status.specs for known, status in zip(self._parts, sources, strict=True)
+        )
+        if not any(parts):
             raise PlanError("there is not one tensor to send (did name_map leave all of them out?)")
-        if trainer.specs is not None:
-            self._layout = Layout(
-                specs=trainer.specs,
+        plans = tuple(status.plan_digest for status in sources)
+        if self.layout is None or plans != self._plans:
+            await asyncio.to_thread(refuse_rivals, parts)
+            self._parts, self._plans = parts, plans
+            self.layout = Layout(
+                parts=parts,
                 bucket_size=self._options.bucket_size,
-                digest=trainer.plan_digest,
+                digest=joint_digest(plans),
                 partial=self._partial,
             )
-        assert self._layout is not None
-        return self._layout
+        return self.layout
 
-    def _is_connected(self, trainer: TrainerStatus, engines: dict[Member, EngineStatus]) -> bool:
-        return (
-            self._group is not None
-            and self._group == (trainer.connection, _instances(trainer, engines))
-            and all(status.connection == trainer.connection for status in engines.values())
-        )
-
-    async def _connect(self, clock: UpdateClock, trainer: TrainerStatus, engines: dict[Member, EngineStatus]) -> None:
-        self._group = None  # until it is: a failed connect must not look like a connection (R13)
-        join_timeout = min(JOIN_TIMEOUT, clock.limit("connect"))
-        connection = secrets.token_hex(16)
-        world_size = 1 + sum(status.world_size for status in engines.values())
-        backend = self._choose_backend(trainer, engines)
-
-        def rendezvous(rank: int) -> Rendezvous:
-            return Rendezvous(
-                connection=connection,
-                backend=backend,
-                rank=rank,
-                world_size=world_size,
-                join_timeout=join_timeout,
-                operation_timeout=min(OPERATION_TIMEOUT, self._timeout),
-            )
-
-        def open_group(member: Member, rank: int) -> Awaitable[Contacts]:
-            return member.call(lambda engine: engine.open_group(rendezvous(rank)))
-
-        def join_group(member: Member, contacts: Contacts) -> Awaitable[None]:
-            return member.call(lambda engine: engine.join_group(connection, contacts))
-
-        opened: dict[object, Awaitable[Contacts]] = {
-            self._trainer: call_trainer(
-                lambda: self._trainer.open_trainer_group(rendezvous(0)), silent=self._fleet.silent
-            )
-        }
-        rank = 1
-        for member, status in engines.items():
-            opened[member] = open_group(member, rank)
-            rank += status.world_size
-        try:
-            everyone: Contacts = {}
-            for contacts in (await race(opened)).values():
-                everyone |= contacts
-            joined: dict[object, Awaitable[None]] = {
-                self._trainer: call_trainer(
-                    lambda: self._trainer.join_trainer_group(connection, everyone), silent=self._fleet.silent
-                )
-            }
-            joined |= {member: join_group(member, everyone) for member in engines}
-            await race(joined)
-        except BaseException:
-            await shielded(self._leave(connection))
-            raise
-        self._group = (connection, _instances(trainer, engines))
-        _log.debug("connected %s: %d members over %s", connection[:8], world_size, backend)
-
-    def _choose_backend(self, trainer: TrainerStatus, engines: dict[Member, EngineStatus]) -> Backend:
+    def choose_backend(self, ends: Iterable[TrainerStatus | EngineStatus]) -> Backend:
+        """The backend of a group of these."""
         if self._backend != "auto":
             return self._backend
-        devices = {trainer.device, *(status.device for status in engines.values())}
-        return "nccl" if devices == {"cuda"} else "gloo"
+        return "nccl" if {status.device for status in ends} == {"cuda"} else "gloo"
 
-    async def _leave(self, connection: str) -> None:
-        timeout = self._cleanup_timeout
-        ends: dict[object, Awaitable[None]] = {
-            "trainer": call_trainer(lambda: self._trainer.leave_trainer_group(connection), timeout=timeout)
-        }
-        ends |= {
-            member: member.call(lambda engine: engine.leave_group(connection), timeout)
-            for member in self._fleet.members
-        }
-        for result in (await settle(ends)).values():
-            if isinstance(result, Exception):
-                _log.info("leaving group %s: %s", connection[:8], result)
+    async def _connect(
+        self,
+        clock: UpdateClock,
+        sources: Sequence[TrainerStatus],
+        standing: Sequence[Cohort],
+        engines: Mapping[Member, EngineStatus],
+        backend: Backend,
+    ) -> None:
+        """Make a cohort of engines that are in none, beside those that stand."""
+        gone = [cohort for cohort in self._cohorts if cohort not in standing]
+        self._cohorts = tuple(standing)  # until it is: a failed connect must not look like a connection (R13)
+        if gone:
+            await self._sources_leave([cohort.connections for cohort in gone])
+        if not engines:
+            return
+        connections = tuple(secrets.token_hex(16) for _ in sources)
+        rendezvous = Rendezvous(
+            connection="",
+            backend=backend,
+            rank=0,
+            world_size=1 + sum(status.world_size for status in engines.values()),
+            join_timeout=min(JOIN_TIMEOUT, clock.limit("connect")),
+            operation_timeout=min(OPERATION_TIMEOUT, self._timeout),
+        )
+        try:
+            # One source after the other, always in this order: no ends can wait for each other in a circle (R2).
+            for number, (source, connection) in enumerate(zip(self._sources.all, connections, strict=True)):
+                await self._form(source, engines, replace(rendezvous, connection=connection, source=number))
+        except BaseException:
+            await shielded(self._leave(connections, engines))
+            raise
+        identities = {member: _identity(status) for member, status in engines.items()}
+        self._cohorts += (Cohort(connections, identities, _identities(sources), backend),)
+        _log.debug("connected %d engines to %d sources over %s", len(engines), len(sources), backend)
+
+    async def _form(self, source: Source, engines: Mapping[Member, EngineStatus], rendezvous: Rendezvous) -> None:
+        def open_source() -> Awaitable[Contacts]:
+            return source.call(lambda trainer: trainer.open_trainer_group(rendezvous))
+
+        def join_source(contacts: Contacts) -> Awaitable[None]:
+            return source.call(lambda trainer: trainer.join_trainer_group(rendezvous.connection, contacts))
+
+        await form_group({source: End(open_source, join_source)} | engine_ends(engines, rendezvous, first_rank=1))
+
+    async def _leave(self, connections: Sequence[str], members: Iterable[Member]) -> None:
+        await settle(
+            {
+                "sources": self._sources_leave([connections]),
+                "engines": self._engines_leave(connections, members, CLEANUP_TIMEOUT),
+            }
+        )
+
+    async def _sources_leave(self, groups: Sequence[Sequence[str]]) -> None:
+        async def leave(connections: Sequence[str]) -> None:
+            results = await self._sources.settle(
+                lambda number, source: source.leave_trainer_group(connections[number]), CLEANUP_TIMEOUT
+            )
+            _note(results)
+
+        await settle({index: leave(connections) for index, connections in enumerate(groups)})
+
+    async def _engines_leave(self, connections: Sequence[str], members: Iterable[Member], timeout: float) -> None:
+        def leave(member: Member, connection: str) -> Awaitable[None]:
+            return member.call(lambda engine: engine.leave_group(connection), timeout)
+
+        left = {(member, each): leave(member, each) for member in members for each in connections}
+        _note((await settle(left)).values())
 
 
-async def call_trainer(
-    call: Callable[[], Awaitable[T]], *, timeout: float | None = None, silent: list[str] | None = None
-) -> T:
-    """Call the trainer; an error that is not the library's own becomes a TrainerError.
+def engine_ends(
+    engines: Mapping[Member, EngineStatus], rendezvous: Rendezvous, *, first_rank: int
+) -> dict[object, End]:
+    """The engines' ends of a group, each with as many ranks as it has.
 
     Args:
-        call: What to call.
-        timeout: Seconds it may take.
-        silent: Where it is noted if the call is given up before the trainer has answered.
-
-    Raises:
-        TrainerError: It failed, is gone, or did not answer in time; its own error is the cause.
+        engines: The engines.
+        rendezvous: Of the group.
+        first_rank: The first engine's first rank.
     """
-    try:
-        async with asyncio.timeout(timeout) as limit:
-            return await call()
-    except (PlanError, WeightUpdateError):
-        raise
-    except cluster.ActorLostError as error:
-        raise TrainerError(f"the trainer is gone: {cluster.how_it_was_lost(error)}") from error
-    except BaseException as error:
-        if is_ours(error):
-            if silent is not None:
-                silent.append("the trainer")
-            raise
-        if limit.expired():
-            raise TrainerError(f"the trainer did not answer within {timeout} s") from error
-        raise TrainerError(f"the trainer failed: {type(error).__name__}: {error}") from error
+
+    def end(member: Member, rank: int) -> End:
+        own = replace(rendezvous, rank=rank)
+        return End(
+            open=lambda: member.call(lambda engine: engine.open_group(own)),
+            join=lambda contacts: member.call(lambda engine: engine.join_group(own.connection, contacts)),
+        )
+
+    ends: dict[object, End] = {}
+    for member, status in engines.items():
+        ends[member] = end(member, first_rank)
+        first_rank += status.world_size
+    return ends
 
 
-def _instances(trainer: TrainerStatus, engines: dict[Member, EngineStatus]) -> tuple[str, ...]:
-    return (trainer.instance, *(status.instance for status in engines.values()))
+def is_acquainted(status: EngineStatus, layout: Layout) -> bool:
+    """Whether an engine has accepted a layout."""
+    return (status.plan_digest, status.partial) == (layout.digest, layout.partial)
+
+
+def _identity(status: EngineStatus) -> tuple[str, int]:
+    return status.instance, status.world_size
+
+
+def _identities(sources: Sequence[TrainerStatus]) -> tuple[str, ...]:
+    return tuple(status.instance for status in sources)
+
+
+def _note(results: Iterable[object]) -> None:
+    for result in results:
+        if isinstance(result, Exception):
+            _log.info("leaving a group: %s", result)

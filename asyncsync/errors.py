@@ -74,6 +74,10 @@ class WeightUpdateError(AsyncSyncError):
         self.outcomes: tuple[EngineOutcome, ...] = ()
 
 
+class MembershipError(WeightUpdateError, ValueError):
+    """The list of engines cannot be used: one is named twice, or is not in it, or there is none."""
+
+
 class WeightUpdateTimeoutError(WeightUpdateError, TimeoutError):
     """The update, or its phase, took longer than it may."""
 

@@ -1,15 +1,13 @@
-"""The engines of a synchronizer: who they are, one call to all of them, and whose error an error is."""
+"""The engines of one update: one call to all of them, and whose error an error is."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 from asyncsync import cluster
 from asyncsync.engines.base import RolloutEngine
-from asyncsync.engines.remote import RemoteEngine
 from asyncsync.errors import ConnectError, EngineError, EngineErrorGroup, OutOfStepError, PlanError, TransferError
 from asyncsync.fanout import settle
 from asyncsync.messages import EngineStatus, Policy
@@ -17,19 +15,36 @@ from asyncsync.messages import EngineStatus, Policy
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Member:
-    """One engine of the fleet.
+    """One engine, as long as it belongs to the synchronizer.
+
+    Args:
+        name: What reports and errors call it.
+        handle: What the user gave.
+        engine: The engine behind it.
+        silent: Where it is noted if a call is given up before the engine has answered.
 
     Attributes:
-        name: What reports and errors call it.
-        engine: The engine.
-        silent: Where it is noted if a call is given up before the engine has answered.
+        weight_version: The version it holds whole, as far as is known.
     """
 
-    name: str
-    engine: RolloutEngine
-    silent: list[str] = field(default_factory=list)
+    def __init__(self, name: str, handle: Any, engine: RolloutEngine, silent: list[str]) -> None:
+        self.name = name
+        self.handle = handle
+        self.engine = engine
+        self.weight_version: int | None = None
+        self._silent = silent
+        self._calls: set[asyncio.Timeout] = set()
+        self._expelled = False
+
+    def __repr__(self) -> str:
+        return f"<Member {self.name}: version {self.weight_version}{', expelled' * self._expelled}>"
+
+    def expel(self) -> None:
+        """End every call to it, and refuse new ones: it was removed, and does not answer."""
+        self._expelled = True
+        for limit in self._calls:
+            limit.reschedule(asyncio.get_running_loop().time())
 
     async def call(self, call: Callable[[RolloutEngine], Awaitable[T]], timeout: float | None = None) -> T:
         """Call the engine; its errors come back as its own.
@@ -45,8 +60,12 @@ class Member:
             OutOfStepError: It does not know what it is ordered.
             TransferError: The bytes did not reach it.
         """
+        if self._expelled:
+            raise EngineError(f"{self.name} was removed", engine=self.name)
+        limit = asyncio.timeout(timeout)
+        self._calls.add(limit)
         try:
-            async with asyncio.timeout(timeout) as limit:
+            async with limit:
                 return await call(self.engine)
         except OutOfStepError:
             raise
@@ -66,11 +85,14 @@ class Member:
             raise EngineError(f"{self.name} is gone: {cluster.how_it_was_lost(error)}", engine=self.name) from error
         except BaseException as error:
             if is_ours(error):
-                self.silent.append(self.name)
+                self._silent.append(self.name)
                 raise
             if limit.expired():
-                raise EngineError(f"{self.name} did not answer within {timeout} s", engine=self.name) from error
+                why = "was removed" if self._expelled else f"did not answer within {timeout} s"
+                raise EngineError(f"{self.name} {why}", engine=self.name) from error
             raise EngineError(f"{self.name} failed: {type(error).__name__}: {error}", engine=self.name) from error
+        finally:
+            self._calls.discard(limit)
 
 
 def is_ours(error: BaseException) -> bool:
@@ -85,31 +107,14 @@ def is_ours(error: BaseException) -> bool:
 
 
 class Fleet:
-    """Engines that are updated together.
+    """The engines of one update: a snapshot of who belongs to the synchronizer, the same for every rank and phase.
 
     Args:
-        engines: Ray actors that include :class:`asyncsync.ModuleEngine`, or objects with the protocol.
-
-    Raises:
-        ValueError: There are none, or one is given twice.
-        TypeError: One does not have the protocol.
+        members: The engines.
     """
 
-    def __init__(self, engines: Iterable[Any]) -> None:
-        if not isinstance(engines, Iterable):
-            raise TypeError(f"engines must be a list, even of one: not {type(engines).__name__}")
-        given = list(engines)
-        if not given:
-            raise ValueError("a synchronizer needs at least one engine")
-        keys = [cluster.actor_key(engine) for engine in given]
-        for index, key in enumerate(keys):
-            if key in keys[:index]:
-                raise ValueError(f"engine {index} is given twice: it is engine {keys.index(key)} too")
-        self.silent: list[str] = []
-        self.members = tuple(
-            Member(f"{cluster.actor_class_name(engine)}-{index}", as_engine(engine), self.silent)
-            for index, engine in enumerate(given)
-        )
+    def __init__(self, members: Sequence[Member]) -> None:
+        self.members = tuple(members)
 
     async def all(
         self, call: Callable[[RolloutEngine], Awaitable[T]], *, members: Sequence[Member] | None = None
@@ -166,24 +171,6 @@ class Fleet:
                     "declare its class with @asyncsync.remote(…) in place of @ray.remote(…)"
                 )
         return statuses
-
-
-def as_engine(candidate: Any) -> RolloutEngine:
-    """The engine behind whatever a user may pass as one.
-
-    Raises:
-        TypeError: It is none.
-    """
-    if cluster.is_actor_class(candidate):
-        raise TypeError(f"{cluster.actor_class_name(candidate)} is an actor class, no actor: call its .remote(…) first")
-    if cluster.is_actor(candidate) or hasattr(getattr(candidate, "describe_engine", None), "remote"):
-        return RemoteEngine(candidate)
-    if isinstance(candidate, RolloutEngine) and not isinstance(candidate, type):
-        return candidate
-    raise TypeError(
-        f"{candidate!r} is no rollout engine: give a Ray actor that includes asyncsync.ModuleEngine, "
-        "or an object with the RolloutEngine protocol"
-    )
 
 
 def combine_errors(errors: Sequence[Exception]) -> Exception:

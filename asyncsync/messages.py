@@ -15,10 +15,13 @@ from typing import Literal, TypeAlias
 
 import torch
 
-from asyncsync.buckets import TensorSpec
+from asyncsync.buckets import Plan, TensorSpec, join_plans, plan_buckets
 from asyncsync.shards import Holding
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
+
+PEER = -1
+"""In place of a source's number: an engine that gives its weights to others."""
 
 NameMap: TypeAlias = Callable[[str], str | None]
 """From the trainer's name of a tensor to the engines'; None leaves the tensor out."""
@@ -60,16 +63,24 @@ class Layout:
     """What an update will send, for an engine to compare with what it holds.
 
     Attributes:
-        specs: The tensors, in order.
+        parts: The tensors of each source, in order; mostly there is one source.
         bucket_size: Bytes a bucket may have at the most.
         digest: Digest of the plan; an engine that plans the same specs must come to the same (R10).
         partial: Whether names that the engine has and the trainer does not send are fine.
     """
 
-    specs: tuple[TensorSpec, ...]
+    parts: tuple[tuple[TensorSpec, ...], ...]
     bucket_size: int
     digest: str
     partial: bool = False
+
+    def plan(self) -> Plan:
+        """Plan it.
+
+        Raises:
+            PlanError: Two tensors have the same name.
+        """
+        return join_plans([plan_buckets(specs, self.bucket_size) for specs in self.parts])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,22 +90,24 @@ class TrainerStatus:
     Attributes:
         instance: Differs for every process (or object) that ever was this rank.
         device: Device type of its weights.
-        connection: The group it is in, if any.
+        connections: The groups it is in through which bytes go to engines.
         plan_digest: Digest of its plan.
         specs: What it will send; None if the caller knows this plan already.
         epoch: The newest it has seen.
         holding: What it holds of each tensor; None: all of every one.
         shard_connections: The groups it is in through which shards go to the source rank.
+        gathers: Whether its tensors are put together by a gathering of the trainer's own, in which all ranks take part.
         control_group: Whether its control calls are answered while its other methods run.
     """
 
     instance: str
     device: str
-    connection: str | None
+    connections: tuple[str, ...]
     plan_digest: str
     specs: tuple[TensorSpec, ...] | None
     holding: Holding | None = None
     shard_connections: tuple[str, ...] = ()
+    gathers: bool = False
     epoch: int = 0
     control_group: bool = True
 
@@ -113,9 +126,10 @@ class EngineStatus:
         weight_version: The version it serves; None before the first, and while tainted.
         newest_version: The newest it has ever served, tainted or not.
         tainted: Why it must not serve, or None.
-        connection: The group it is in, if any.
+        connections: The groups it is in.
         plan_digest: The layout it has accepted, if any.
         partial: Whether it accepted that as a partial one.
+        gives: Whether it can give its weights to other engines (:class:`asyncsync.GivingEngine`).
         control_group: Whether its control calls are answered while its other methods run.
     """
 
@@ -128,9 +142,10 @@ class EngineStatus:
     weight_version: int | None = None
     newest_version: int = 0
     tainted: str | None = None
-    connection: str | None = None
+    connections: tuple[str, ...] = ()
     plan_digest: str | None = None
     partial: bool = False
+    gives: bool = False
     control_group: bool = True
 
 
@@ -142,6 +157,8 @@ class Rendezvous:
         connection: Its name, random and never used again: who does not know it cannot join.
         backend: Chosen once, for all ends (R10).
         rank: This member's rank (its first, if it has several); the source is rank 0.
+        source: Which of several sources that is. An engine is in one group of each at a time. :data:`PEER`: it is an
+            engine that gives its weights to others.
         world_size: Members in all.
         join_timeout: Seconds to wait for the other members.
         operation_timeout: Seconds after which an operation on the group gives up by itself.
@@ -156,6 +173,7 @@ class Rendezvous:
     world_size: int
     join_timeout: float
     operation_timeout: float
+    source: int = 0
     shards_of: int | None = None
     protocol: int = PROTOCOL_VERSION
 
@@ -167,8 +185,9 @@ class UpdateOrder:
     Attributes:
         epoch: This attempt's number.
         version: The version it is to become.
-        connection: The group the bytes come through.
-        plan_digest: The layout they come in.
+        connections: The groups the bytes go through. To a source: all that it sends through, each to some engines. To
+            an engine: the one of each source, in order; or one, that all of them come through.
+        plan_digest: The layout they come in; to a source, that of its own part.
         policy: What is done with requests in flight.
         base_epoch: The attempt that made the published version; "changed" is told against it.
         timeout: Seconds after which to give it up, should the conductor be gone.
@@ -177,7 +196,7 @@ class UpdateOrder:
 
     epoch: int
     version: int
-    connection: str
+    connections: tuple[str, ...]
     plan_digest: str
     policy: Policy
     base_epoch: int | None

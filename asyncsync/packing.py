@@ -8,13 +8,13 @@ large strided one is ever copied whole.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from asyncsync.buckets import Bucket, Piece, Plan
-from asyncsync.digests import StreamingDigests, combine
+from asyncsync.digests import StreamingDigests
 
 _RAW_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -57,13 +57,13 @@ def arena_views(plan: Plan, arena: Tensor) -> list[Tensor]:
     ]
 
 
-def pack(plan: Plan, bucket: Bucket, tensors: Sequence[Tensor], buffer: Tensor) -> None:
+def pack(plan: Plan, bucket: Bucket, tensors: Sequence[Tensor] | Mapping[int, Tensor], buffer: Tensor) -> None:
     """Fill a bucket's buffer from the tensors of the plan.
 
     Args:
         plan: The plan.
         bucket: One of its buckets.
-        tensors: All tensors of the plan, in order. One whose dtype differs from its spec's is converted.
+        tensors: The bucket's tensors, by their index in the plan. One whose dtype differs from its spec's is converted.
         buffer: Flat uint8, ``bucket.nbytes`` long. May be on another device.
     """
     with torch.no_grad():
@@ -160,4 +160,4 @@ def digest_weights(plan: Plan, tensors: Sequence[Tensor]) -> str:
         part = buffer[: bucket.nbytes]
         pack(plan, bucket, tensors, part)
         hash_bucket(plan, bucket, part, digests)
-    return combine(plan.layout_digest, digests.result())
+    return plan.digest_of(digests.result())

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Awaitable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from types import TracebackType
 from typing import Any, Literal, Self, cast, get_args
@@ -20,18 +20,22 @@ from typing import Any, Literal, Self, cast, get_args
 import anyio
 import torch
 
-from asyncsync.attempt import Attempt
+from asyncsync.attempt import Attempt, Orders
 from asyncsync.buckets import DEFAULT_BUCKET_SIZE
+from asyncsync.catch_up import Published, catch_up
 from asyncsync.clock import UpdateClock
 from asyncsync.coalesce import Coalescer
-from asyncsync.connection import BackendChoice, Connection, call_trainer
+from asyncsync.connection import BackendChoice, Connection
+from asyncsync.engines.base import EngineReceipt
 from asyncsync.errors import (
     ClosedError,
     EventLoopError,
     LockError,
     LockTimeoutError,
+    MembershipError,
     NotReadyError,
     OutOfStepError,
+    PlanError,
     TrainerError,
     TransferError,
     WeightUpdateError,
@@ -40,15 +44,23 @@ from asyncsync.errors import (
 from asyncsync.fanout import race, settle
 from asyncsync.fleet import Fleet, Member, combine_errors
 from asyncsync.lock import RolloutLock
-from asyncsync.messages import Backend, EngineStatus, NameMap, Policy, ReadOptions, SendReceipt, UpdateOrder
+from asyncsync.membership import Engines, Membership
+from asyncsync.messages import Backend, EngineStatus, NameMap, Policy, ReadOptions
 from asyncsync.report import EngineState, WeightUpdate
 from asyncsync.shared_lock import SharedRolloutLock
 from asyncsync.shield import CLEANUP_TIMEOUT, shielded
-from asyncsync.trainer_group import as_trainer
+from asyncsync.sources import Sources
+from asyncsync.trainer_group import as_sources
 from asyncsync.weights import Weights
 
 DEFAULT_TIMEOUT = 600.0
 """Seconds for a whole update."""
+
+PING_TIMEOUT = 2.0
+"""Seconds within which an engine that is being removed must answer, not to be taken for dead."""
+
+HOOK_TIMEOUT = 60.0
+"""Seconds that a trainer's ``after_update`` may take."""
 
 _log = logging.getLogger("asyncsync")
 
@@ -68,11 +80,15 @@ class WeightSynchronizer:
     Args:
         trainer: Where the weights come from: a module, a state dict, pairs of (name, tensor) or a function that
             returns one of these, in this process; or a Ray actor whose class includes :class:`asyncsync.TrainerRank`,
-            or a list of them, one a rank (FSDP2, tensor parallel, replicated). The first of several is the source.
-        engines: Where they go: Ray actors whose class includes :class:`asyncsync.ModuleEngine`, or objects with the
-            :class:`asyncsync.RolloutEngine` protocol.
+            or a list of them, one a rank (FSDP2, tensor parallel, replicated), of which the first is the source; or a
+            list of such lists, one a pipeline stage, each with a source of its own.
+        engines: Where they go: Ray actors whose class includes :class:`asyncsync.ModuleEngine`, objects with the
+            :class:`asyncsync.RolloutEngine` protocol, or lists of the ranks of an engine that has several. Or an async
+            function that returns the engines of now: it is called once before every update, and its answer is the list
+            that all ranks and phases of that update go by.
         initial_version: The version of the weights that every engine holds already; None if they hold none that
-            counts, and nothing may be generated before the first update.
+            counts, and nothing may be generated before the first update. An engine that joins before the first update
+            is taken to hold it as well.
         bucket_size: Bytes a message may have at the most.
         name_map: From the trainer's name of a tensor to the engines'; None leaves the tensor out. Must be picklable
             for a trainer that is an actor.
@@ -84,6 +100,7 @@ class WeightSynchronizer:
         offload: For a trainer in this process: False if it never offloads its memory (see
             :func:`asyncsync.memory_saver_guard`).
         lock: The lock that generation and updates share, if others are to use it too; a lock of its own if None.
+            Synchronizers that update the same engines must share one: they take turns.
 
     Raises:
         ValueError: No engines, an engine or a trainer rank given twice, or a size or time that is not positive.
@@ -93,7 +110,7 @@ class WeightSynchronizer:
     def __init__(
         self,
         trainer: Weights | Any,
-        engines: Iterable[Any],
+        engines: Engines,
         *,
         initial_version: int | None = None,
         bucket_size: int = DEFAULT_BUCKET_SIZE,
@@ -123,24 +140,28 @@ class WeightSynchronizer:
             raise ValueError(f'backend must be "auto", "gloo" or "nccl", not {backend!r}')
         if name_map is not None and not callable(name_map):
             raise TypeError(f"name_map must be a function from name to name, not {type(name_map).__name__}")
-        self._fleet = Fleet(engines)
-        self._trainer, self._own_trainer = as_trainer(trainer, offload=offload)
+        self._membership = Membership(engines, initial_version=initial_version)
+        trainers, self._own_trainer = as_sources(trainer, offload=offload)
+        self._sources = Sources(trainers, self._membership.silent)
         self._lock = lock if lock is not None else RolloutLock("generation lock")
         self._version = initial_version
         self._timeout = timeout
         self._policy: Policy = "drain"
         self._base_epoch: int | None = None
+        self._published: Published | None = None
+        self._attempt: Attempt | None = None
+        self._trainer_has_hooks: bool | None = None
         self._connection = Connection(
-            self._trainer,
-            self._fleet,
+            self._sources,
             options=ReadOptions(bucket_size=bucket_size, name_map=name_map, dtype=dtype),
             partial=partial,
             backend=backend,
             policy=self._policy,
             timeout=timeout,
-            cleanup_timeout=CLEANUP_TIMEOUT,
         )
         self._busy = asyncio.Lock()
+        self._catching_up: anyio.CancelScope | None = None
+        self._updated = asyncio.Event()
         self._updates = Coalescer(self._update, "asyncsync weight update")
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closed = False
@@ -156,9 +177,9 @@ class WeightSynchronizer:
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else "updating" if self._updates.running else "idle"
-        engines = ", ".join(member.name for member in self._fleet.members)
+        engines = ", ".join(member.name for member in self._membership.members)
         return (
-            f"<WeightSynchronizer {state}: version {self._version}, engines {engines}; "
+            f"<WeightSynchronizer {state}: version {self._version}, engines {engines or 'none'}; "
             f"{self._updates.callers} waiting for an update; {self._lock!r}>"
         )
 
@@ -166,6 +187,19 @@ class WeightSynchronizer:
     def weight_version(self) -> int | None:
         """The published version: the newest that engines hold whole. None before the first."""
         return self._version
+
+    @property
+    def ready_engines(self) -> tuple[Any, ...]:
+        """The engines, as they were given, that hold the published version whole, as far as is known.
+
+        Give rollouts to these: an engine that has joined or was restarted, or that an update has failed at, is none of
+        them until it holds the version. Within :meth:`generation` none of them changes its weights.
+        """
+        members = self._membership.members
+        return tuple(member.handle for member in members if self._version is not None and self._is_ready(member))
+
+    def _is_ready(self, member: Member) -> bool:
+        return member.weight_version == self._version
 
     async def update_weights(self) -> WeightUpdate:
         """Bring the trainer's present weights to every engine, and publish them as a new version.
@@ -211,17 +245,110 @@ class WeightSynchronizer:
             yield self._check_version()
 
     async def connect(self) -> None:
-        """Do now what the first update would do first: agree on the layout, and connect.
+        """Do now what the next update would do first: agree on the layout, and connect what is new.
+
+        Engines that are behind (they have joined, or Ray has restarted them) are brought to the published version.
 
         Raises:
             PlanError: The weights cannot be sent, or do not fit an engine.
-            ConnectError: The group could not be set up; nothing is left half-open.
+            ConnectError: A group could not be set up; nothing is left half-open.
             EngineError: An engine failed.
             TrainerError: The trainer failed.
+            MembershipError: There are no engines, or the function that was given for them failed.
         """
         self._check_usable()
+        async with self._turn() as clock:
+            async with self._trainer_ready(clock):
+                fleet = await self._reconcile(clock)
+                self._connection.forget()
+                _, statuses = await self._agree(clock, fleet)
+            for member, status in statuses.items():
+                if self._published is not None:
+                    member.weight_version = status.weight_version
+        for member in fleet.members:
+            await self._bring_up(member, wait=False)
+
+    async def add_engine(self, engine: Any) -> None:
+        """Have an engine join; returns once it holds the published version, and may be given rollouts.
+
+        It gets the version from an engine that serves it, while all others generate: the trainer is not asked, and may
+        be in the middle of a step. If an update comes meanwhile, the engine gets that one's weights instead, with the
+        others. If no engine can give it the version, it waits for the next update. Before the first version there is
+        nothing to wait for.
+
+        If this fails or is cancelled, the engine has not joined.
+
+        Args:
+            engine: A rollout engine, in any of the forms that the constructor takes.
+
+        Raises:
+            MembershipError: It has joined already, or a function was given for the engines.
+            TypeError: It is no rollout engine.
+            PlanError: The weights do not fit it.
+            EngineError: It failed.
+            WeightUpdateTimeoutError: No update came that it had to wait for.
+        """
+        self._check_usable()
+        member = self._membership.add(engine)
+        try:
+            await Fleet([member]).describe(self._policy)
+            await self._bring_up(member, wait=True)
+        except BaseException:
+            self._membership.discard(member)
+            raise
+
+    async def remove_engine(self, engine: Any) -> None:
+        """Have an engine leave; returns once no update needs it any more, so that it may be ended.
+
+        An update that is under way comes to its end with it. If the engine does not answer any more, or that update
+        fails, the others get the whole update without it.
+
+        Args:
+            engine: The engine, in the form in which it was given.
+
+        Raises:
+            MembershipError: It is none of the engines, or a function was given for them.
+        """
+        self._check_usable()
+        member = self._membership.remove(engine)
+        if self._attempt is not None and member in self._attempt.fleet.members:
+            try:
+                await member.call(lambda engine: engine.describe_engine(), PING_TIMEOUT)
+            except (WeightUpdateError, PlanError) as error:
+                _log.info("%s was removed, and does not answer: %s", member.name, error)
+                member.expel()
         async with self._busy:
-            await self._agree(UpdateClock(self._timeout, self._fleet.silent))
+            await shielded(self._connection.dismiss(member, PING_TIMEOUT))
+
+    async def _bring_up(self, member: Member, *, wait: bool) -> None:
+        """Bring an engine to the published version: from another engine, or with the next update."""
+        deadline = anyio.current_time() + self._timeout
+        while self._version is not None and not self._is_ready(member) and member in self._membership:
+            updated = self._updated
+            async with self._turn() as clock:
+                if self._published is None or self._is_ready(member) or member not in self._membership:
+                    continue
+                if self._updates.running:
+                    continue  # it waits for this turn, and brings what this would bring
+                givers = [each for each in self._membership.members if self._is_ready(each)]
+                with anyio.CancelScope() as self._catching_up, clock.phase("catch up"):
+                    if await catch_up(
+                        member, givers, self._published, self._connection, self._policy, clock.limit("transfer")
+                    ):
+                        member.weight_version = self._version
+                        continue
+            if self._catching_up.cancelled_caught:
+                continue  # an update came, and brings what this would have brought
+            if not wait:
+                return
+            try:
+                async with asyncio.timeout(deadline - anyio.current_time()):
+                    await updated.wait()
+            except TimeoutError as error:
+                raise WeightUpdateTimeoutError(
+                    f"{member.name} waited {self._timeout:.3g} s for an update: no engine could give it version "
+                    f"{self._version}, and none was made"
+                ) from error
 
     async def aclose(self) -> None:
         """Cancel the running update, leave the group, and refuse further use; a second call does nothing."""
@@ -240,20 +367,87 @@ class WeightSynchronizer:
     # -- the transaction ------------------------------------------------------------------------------------------
 
     async def _update(self) -> WeightUpdate:
-        async with self._busy:
-            clock = UpdateClock(self._timeout, self._fleet.silent)
-            if self._connection.in_step:
+        if self._catching_up is not None:
+            self._catching_up.cancel()
+        async with self._turn() as clock, self._trainer_ready(clock):
+            while True:
+                fleet = await self._reconcile(clock)
+                in_step = self._connection.in_step(fleet)
                 try:
-                    return await self._attempt(clock)
+                    return await self._try(clock, fleet)
                 except OutOfStepError as error:
+                    if not in_step:
+                        raise
                     _log.info("asking everyone anew: %s", error)
-            return await self._attempt(clock)
+                except (WeightUpdateError, PlanError) as error:
+                    if clock.remaining == 0.0 or not await self._have_some_left(fleet):
+                        raise
+                    _log.warning("once more without those who left meanwhile: %s", error)
 
-    async def _attempt(self, clock: UpdateClock) -> WeightUpdate:
-        in_step = self._connection.in_step
+    @asynccontextmanager
+    async def _turn(self) -> AsyncIterator[UpdateClock]:
+        """Alone among all that changes engines, here and at other synchronizers that share the lock (R1)."""
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(self._busy)
+            clock = UpdateClock(self._timeout, self._membership.silent)
+            with clock.measure("queue"):
+                try:
+                    if hasattr(self._lock, "updater"):
+                        await stack.enter_async_context(
+                            self._lock.updater(timeout=clock.limit("queue"), holder="a synchronizer")
+                        )
+                except LockTimeoutError as error:
+                    raise WeightUpdateTimeoutError(f"another synchronizer did not end in time: {error}") from error
+            yield clock
+
+    @asynccontextmanager
+    async def _trainer_ready(self, clock: UpdateClock) -> AsyncIterator[None]:
+        """The trainer's own hooks around all that it has to do with: both are called, or none."""
+        if self._trainer_has_hooks is False:
+            yield
+            return
+        failure: BaseException | None = None
         try:
-            order, engines = await self._agree(clock)
-            attempt = Attempt(order, engines)
+            with clock.phase("before update"):
+                self._trainer_has_hooks = any(await self._sources.race(lambda _, source: source.begin_update()))
+            yield
+        except BaseException as error:
+            failure = error
+            raise
+        finally:
+            if self._trainer_has_hooks is not False:
+                with clock.measure("after update"):
+                    await shielded(self._end_update(failure), HOOK_TIMEOUT + 1)
+
+    async def _end_update(self, failure: BaseException | None) -> None:
+        results = await self._sources.settle(lambda _, source: source.end_update(), HOOK_TIMEOUT)
+        errors = [result for result in results if isinstance(result, Exception)]
+        if failure is None and errors:
+            raise errors[0]
+        for error in errors:
+            _log.warning("after the update: %s", error)
+            assert failure is not None
+            failure.add_note(f"then: {error}")
+
+    async def _reconcile(self, clock: UpdateClock) -> Fleet:
+        """The engines of now: one snapshot for a whole attempt."""
+        if self._membership.is_asked:
+            with clock.phase("members"):
+                await self._membership.refresh()
+        return self._membership.fleet()
+
+    async def _have_some_left(self, fleet: Fleet) -> bool:
+        try:
+            await self._membership.refresh()
+        except MembershipError as error:
+            _log.warning("after a failed update: %s", error)
+        return any(member not in self._membership for member in fleet.members)
+
+    async def _try(self, clock: UpdateClock, fleet: Fleet) -> WeightUpdate:
+        in_step = self._connection.in_step(fleet)
+        try:
+            orders, engines = await self._agree(clock, fleet)
+            attempt = self._attempt = Attempt(orders, engines)
             try:
                 await self._transaction(attempt, clock)
             except WeightUpdateError as error:
@@ -268,10 +462,13 @@ class WeightSynchronizer:
                     attempt.explain(gone, clock)
                     raise gone from error
                 raise
+            finally:
+                attempt.note_versions()
+                self._attempt = None
         except BaseException:
             self._connection.forget()
             raise
-        self._connection.confirm(order)
+        self._connection.confirm(attempt.order)
         update = attempt.report(clock)
         _log.info("%s", update)
         return update
@@ -291,28 +488,30 @@ class WeightSynchronizer:
                 await self._transfer(attempt, clock)
                 await self._finish(attempt, clock)
 
-    async def _agree(self, clock: UpdateClock) -> tuple[UpdateOrder, dict[Member, EngineStatus]]:
-        return await self._connection.agree(clock, base_epoch=self._base_epoch, version=self._version or 0)
+    async def _agree(self, clock: UpdateClock, fleet: Fleet) -> tuple[Orders, Mapping[Member, EngineStatus]]:
+        return await self._connection.agree(clock, fleet, base_epoch=self._base_epoch, version=self._version or 0)
 
     async def _transfer(self, attempt: Attempt, clock: UpdateClock) -> None:
         """Send and receive at once; the first failure at either end wins (R5), and digests must agree (R12)."""
-        order = attempt.order
+        orders = attempt.orders
+
+        def receive(member: Member) -> Awaitable[EngineReceipt]:
+            return member.call(lambda engine: engine.receive_weights(orders.engines[member]))
+
         with clock.phase("transfer"):
-            ends: dict[Member | None, Any] = {  # engines first: they are farther away
-                member: member.call(lambda engine: engine.receive_weights(order)) for member in self._fleet.members
-            }
-            ends[None] = call_trainer(lambda: self._trainer.send_weights(order), silent=self._fleet.silent)
+            # Engines first: they are farther away.
+            ends: dict[Member | None, Any] = {member: receive(member) for member in attempt.fleet.members}
+            ends[None] = self._sources.race(lambda number, source: source.send_weights(orders.sources[number]))
             receipts = await race(ends)
-            sent: SendReceipt = receipts.pop(None)
+            attempt.sent = receipts.pop(None)
             for member, receipt in receipts.items():
                 attempt.digests[cast("Member", member)] = receipt.digest
             for member, digest in attempt.digests.items():
-                if digest != sent.digest:
+                if digest != attempt.digest:
                     raise TransferError(
-                        f"{member.name} received other bytes than were sent: digest {digest}, sent {sent.digest} "
+                        f"{member.name} received other bytes than were sent: digest {digest}, sent {attempt.digest} "
                         "(did the trainer change its weights before the update was done?)"
                     )
-        attempt.sent = sent
 
     @asynccontextmanager
     async def _no_readers(self, attempt: Attempt, clock: UpdateClock) -> AsyncIterator[None]:
@@ -333,7 +532,7 @@ class WeightSynchronizer:
         """Every engine paused; in the end, every one that holds whole weights serves again."""
         try:
             with clock.phase("pause"):
-                await self._fleet.all(lambda engine: engine.pause_generation(attempt.order.epoch, self._policy))
+                await attempt.fleet.all(lambda engine: engine.pause_generation(attempt.order.epoch, self._policy))
             yield
         finally:
             errors = await shielded(self._resume(attempt, clock))
@@ -341,9 +540,9 @@ class WeightSynchronizer:
             raise combine_errors(errors)
 
     async def _resume(self, attempt: Attempt, clock: UpdateClock) -> list[Exception]:
-        whole = [member for member in self._fleet.members if attempt.may_serve(member)]
+        whole = [member for member in attempt.fleet.members if attempt.may_serve(member)]
         with clock.measure("resume"):
-            results = await self._fleet.each(
+            results = await attempt.fleet.each(
                 lambda engine: engine.resume_generation(attempt.order.epoch),
                 members=whole,
                 timeout=CLEANUP_TIMEOUT,
@@ -362,13 +561,18 @@ class WeightSynchronizer:
     async def _finish(self, attempt: Attempt, clock: UpdateClock) -> None:
         """Switch every engine to the new version, and publish it, last of all (R3)."""
         with clock.phase("finish"):
-            await self._fleet.all(lambda engine: engine.finish_weight_update(attempt.order))
+            await attempt.fleet.all(lambda engine: engine.finish_weight_update(attempt.order))
         self._publish(attempt)
-        for member in self._fleet.members:
+        for member in attempt.fleet.members:
             attempt.record(member, EngineState.UPDATED, weight_version=attempt.order.version)
 
     def _publish(self, attempt: Attempt) -> None:
-        self._version, self._base_epoch = attempt.order.version, attempt.order.epoch
+        order = attempt.order
+        self._version, self._base_epoch = order.version, order.epoch
+        self._published = Published(version=order.version, digest=attempt.digest, plan_digest=order.plan_digest)
+        self._membership.note_update()
+        updated, self._updated = self._updated, asyncio.Event()
+        updated.set()
 
     @asynccontextmanager
     async def _undone_if_it_fails(self, attempt: Attempt) -> AsyncIterator[None]:
@@ -384,15 +588,16 @@ class WeightSynchronizer:
     async def _undo(self, attempt: Attempt) -> None:
         epoch = attempt.order.epoch
         ends: dict[str, Any] = {
-            "trainer": call_trainer(lambda: self._trainer.abort_send(epoch), timeout=CLEANUP_TIMEOUT),
-            "engines": self._fleet.each(
+            "sources": self._sources.settle(lambda _, source: source.abort_send(epoch), CLEANUP_TIMEOUT),
+            "engines": attempt.fleet.each(
                 lambda engine: engine.abort_weight_update(epoch, None), timeout=CLEANUP_TIMEOUT
             ),
         }
         results = await settle(ends)
-        if isinstance(results["trainer"], Exception):
-            _log.warning("could not stop the sending: %s", results["trainer"])
-            attempt.lost.append(results["trainer"])
+        for result in cast("list[Exception | None]", results["sources"]):
+            if isinstance(result, Exception):
+                _log.warning("could not stop the sending: %s", result)
+                attempt.lost.append(result)
         engines = cast("dict[Member, EngineStatus | Exception]", results["engines"])
         version = attempt.order.version
         switched = {
@@ -405,7 +610,7 @@ class WeightSynchronizer:
             # Some engines hold the new version whole, so it is out; those that do not are behind it.
             self._publish(attempt)
             behind = [member for member in engines if member not in switched]
-            engines |= await self._fleet.each(
+            engines |= await attempt.fleet.each(
                 lambda engine: engine.abort_weight_update(epoch, version),
                 members=behind,
                 timeout=CLEANUP_TIMEOUT,

@@ -1,11 +1,9 @@
 """The trainer's side: a rank that reads, packs, hashes and sends its weights.
 
-A trainer rank has one *sender thread*. Joining the group, packing and broadcasting all run there, inside the
-memory-saver guard, so that collectives keep their order and the guard covers them (R8, R9). Hashing has a thread of its
-own, beside the sending. The sender thread waits for the network, too, and can be stopped while it does.
-
-Two bucket buffers take turns: while one is on its way, the next bucket is packed into the other. A bucket that is one
-large contiguous tensor needs no buffer: it is sent, and hashed, from where it lies.
+A trainer rank has one *sender thread*. The user's hooks, joining groups, gathering, packing and broadcasting all run
+there, inside the memory-saver guard, so that collectives keep their order and the guard covers them (R8, R9). Hashing
+has a thread of its own, beside the sending. The sender thread waits for the network, too, and can be stopped while it
+does.
 """
 
 from __future__ import annotations
@@ -13,24 +11,22 @@ from __future__ import annotations
 import asyncio
 import threading
 import uuid
-from collections import deque
-from collections.abc import Mapping
-from concurrent.futures import Future
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import anyio
 import numpy as np
-import torch
 from torch import Tensor
 
 from asyncsync import cluster
-from asyncsync.buckets import Bucket, Plan, plan_buckets
-from asyncsync.digests import Digests, StreamingDigests, combine
+from asyncsync.buckets import Plan, plan_buckets
+from asyncsync.digests import Digests
 from asyncsync.errors import ConnectError, OutOfStepError, TransferError
+from asyncsync.gathering import CallGathering, ShardGathering, bring_shards, take_part
 from asyncsync.guard import MemorySaverGuard, memory_saver_guard
 from asyncsync.messages import Contacts, ReadOptions, Rendezvous, SendReceipt, TrainerStatus, UpdateOrder
-from asyncsync.packing import hash_bucket, in_place, pack
+from asyncsync.sending import Filler, OwnTensors, Sender
 from asyncsync.shards import Holding, ShardPlan
 from asyncsync.shield import shielded
 from asyncsync.threads import WorkerThread
@@ -38,22 +34,24 @@ from asyncsync.transports.base import Link
 from asyncsync.transports.seat import Seat
 from asyncsync.weights import Snapshot, Weights, WeightSource
 
-BUFFERS = 2
-"""Bucket buffers, at the most."""
-
-IN_FLIGHT = 8
-"""Buckets on their way at the same time, at the most; those that are sent from where they lie need no buffer."""
-
 
 class Trainer(Protocol):
-    """A trainer as the conductor sees it: here or in actors, one rank or several, the calls are the same."""
+    """A source of weights as the conductor sees it: here or in actors, one rank or several, the calls are the same."""
+
+    async def begin_update(self) -> bool:
+        """Collective. Call the trainer's own hook, and say whether it has one; then :meth:`end_update` must follow."""
+        ...
+
+    async def end_update(self) -> None:
+        """Collective. Call the hook's counterpart; no error if :meth:`begin_update` was not called, or has failed."""
+        ...
 
     async def describe_weights(self, options: ReadOptions, known_digest: str | None) -> TrainerStatus:
         """Read names, dtypes and shapes, and plan. The tensors are left out if the plan is the known one."""
         ...
 
     async def open_trainer_group(self, rendezvous: Rendezvous) -> Contacts:
-        """Leave the group it is in, if any, and begin to join this one; returns how this rank is reached."""
+        """Begin to join a group, beside those it is in; returns how this rank is reached."""
         ...
 
     async def join_trainer_group(self, connection: str, contacts: Contacts) -> None:
@@ -79,6 +77,15 @@ class Rank(Trainer, Protocol):
     async def share_holdings(self, rank: int, holdings: tuple[Holding | None, ...]) -> tuple[int, ...]:
         """Learn which rank this is of several, and what each holds; returns those that bring shards to the source."""
         ...
+
+
+_NO_HOOK = "__asyncsync_no_hook__"
+
+
+def _no_hook(method: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Mark a method that is there to be overridden, and does nothing."""
+    setattr(method, _NO_HOOK, True)
+    return method
 
 
 class TrainerRank:
@@ -111,14 +118,15 @@ class TrainerRank:
         self._instance = uuid.uuid4().hex
         self._sender_thread = WorkerThread("asyncsync-sender")
         self._hasher = WorkerThread("asyncsync-hasher")
-        self._seat = Seat(self._guard)
-        self._shard_seats: dict[int, Seat] = {}
+        self._awake = False
+        self._engine_seats: dict[str, Seat] = {}  # by group
+        self._shard_seats: dict[int, Seat] = {}  # by the rank that brings something
         self._rank = 0
         self._holdings: tuple[Holding | None, ...] = ()
         self._shards: ShardPlan | None = None
         self._options: ReadOptions | None = None
         self._plan: Plan | None = None
-        self._buffers: list[Tensor] = []
+        self._bucket_sender = Sender(self._hasher)
         self._messages: list[Tensor] = []
         self._sending: _Sending | None = None
         self._ended_epoch = 0
@@ -130,6 +138,50 @@ class TrainerRank:
         """What is missing; mostly it is the call of this class's constructor."""
         hint = "" if "_instance" in self.__dict__ else ": call super().__init__(weights) in its __init__"
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}{hint}")
+
+    @_no_hook
+    def before_update(self) -> None:
+        """Get ready for an update, for you to override: re-create process groups that gathering needs, say.
+
+        Called on every rank at once before an update reads or connects anything, and :meth:`after_update` on every path
+        after it: success, failure and cancellation. Both run on a thread of the library's, where no allocation is
+        tracked by the memory saver; they may block. If this fails, so does the update, and ``after_update`` is not
+        called on this rank.
+        """
+
+    @_no_hook
+    def after_update(self) -> None:
+        """Undo what :meth:`before_update` did: destroy process groups, go back to sleep."""
+
+    @property
+    def _has_hooks(self) -> bool:
+        # By a mark: Ray gives an actor's class copies of the methods it inherits.
+        return not (hasattr(self.before_update, _NO_HOOK) and hasattr(self.after_update, _NO_HOOK))
+
+    @cluster.control
+    async def begin_update(self) -> bool:
+        """See :class:`Trainer`."""
+        if self._has_hooks:
+            async with self._guard() as guarded:
+                await guarded.run(self._wake)
+        return self._has_hooks
+
+    @cluster.control
+    async def end_update(self) -> None:
+        """See :class:`Trainer`."""
+        if self._has_hooks:
+            async with self._guard() as guarded:
+                await guarded.run(self._rest)
+
+    def _wake(self) -> None:
+        if not self._awake:
+            self.before_update()
+            self._awake = True
+
+    def _rest(self) -> None:
+        if self._awake:
+            self._awake = False
+            self.after_update()
 
     @cluster.control
     async def describe_weights(self, options: ReadOptions, known_digest: str | None) -> TrainerStatus:
@@ -144,11 +196,12 @@ class TrainerRank:
         return TrainerStatus(
             instance=self._instance,
             device=next((tensor.device.type for tensor in snapshot.tensors), "cpu"),
-            connection=self._seat.connection,
+            connections=tuple(name for name, seat in self._engine_seats.items() if seat.connection == name),
             plan_digest=plan.digest,
             specs=None if plan.digest == known_digest else plan.specs,
             holding=snapshot.holding,
             shard_connections=tuple(seat.connection for seat in self._shard_seats.values() if seat.connection),
+            gathers=snapshot.gather is not None,
             epoch=self._ended_epoch,
             control_group=self.control_group is not None or not cluster.in_actor(),
         )
@@ -170,7 +223,10 @@ class TrainerRank:
             MemorySaverError: The guard could not be entered.
         """
         rank = rendezvous.shards_of
-        seat = self._seat if rank is None else self._shard_seats.setdefault(rank, Seat(self._guard))
+        if rank is None:
+            seat = self._engine_seats.setdefault(rendezvous.connection, Seat(self._guard))
+        else:
+            seat = self._shard_seats.setdefault(rank, Seat(self._guard))
         return await seat.open(rendezvous, address=cluster.node_address())
 
     @cluster.control
@@ -190,6 +246,8 @@ class TrainerRank:
         """See :class:`Trainer`."""
         for seat in self._seats:
             await seat.leave(connection)
+        for name in [name for name, seat in self._engine_seats.items() if not seat.taken]:
+            del self._engine_seats[name]
 
     @cluster.control
     async def share_holdings(self, rank: int, holdings: tuple[Holding | None, ...]) -> tuple[int, ...]:
@@ -210,11 +268,17 @@ class TrainerRank:
 
     @property
     def _seats(self) -> tuple[Seat, ...]:
-        return (self._seat, *self._shard_seats.values())
+        return (*self._engine_seats.values(), *self._shard_seats.values())
 
     def _close_links(self) -> None:
         for seat in self._seats:
             seat.close()
+        self._engine_seats.clear()
+
+    async def _leave_all_but(self, connections: Sequence[str]) -> None:
+        """Leave the groups of engines that went, and of a conductor that is gone: an order names all that count."""
+        for connection in [name for name in self._engine_seats if name not in connections]:
+            await self._engine_seats.pop(connection).leave()
 
     @cluster.control
     async def send_weights(self, order: UpdateOrder) -> SendReceipt | None:
@@ -235,15 +299,15 @@ class TrainerRank:
             raise OutOfStepError("the layout of the trainer's weights changed")
         if snapshot.holding != (None if order.shards is None else self._holdings[self._rank]):
             raise OutOfStepError("the trainer's weights are sharded in another way now")
-        send = self._send_shards if links.engines is None else self._send
         sending = _Sending(order.epoch, anyio.CancelScope(deadline=anyio.current_time() + order.timeout))
         self._sending = sending
         try:
             with sending.scope:
+                await self._leave_all_but(order.connections)
                 async with self._guard() as guarded:
                     try:
                         stop = threading.Event()
-                        digests = await guarded.run(send, links, plan, snapshot, stop, on_cancel=stop.set)
+                        digests = await guarded.run(self._send, links, plan, snapshot, stop, on_cancel=stop.set)
                     except BaseException:
                         await shielded(guarded.run(self._close_links))
                         raise
@@ -251,104 +315,50 @@ class TrainerRank:
                 return None if digests is None else await self._hasher.run(self._receipt, order, plan, digests)
         finally:
             if not sending.done:
-                self._buffers, self._messages = [], []  # an abandoned operation may still use them
+                self._bucket_sender.forget()
+                self._messages = []  # an abandoned operation may still use them
             sending.ended.set()
         what = "was aborted" if sending.scope.deadline > anyio.current_time() else "took too long"
         raise TransferError(f"sending the weights of update {order.version} {what}")
 
     def _links(self, order: UpdateOrder) -> _Links:
-        """The groups that an order goes through, at this rank: the source is whoever is in the engines' group."""
-        engines = self._seat.link if self._seat.connection == order.connection else None
+        """The groups that an order goes through at this rank; only the source's order names groups of engines."""
+        engines: list[Link] = []
+        for connection in order.connections:
+            seat = self._engine_seats.get(connection)
+            if seat is None or seat.link is None:
+                raise OutOfStepError("the trainer is not in the groups that the update goes through")
+            engines.append(seat.link)
         if order.shards is None:
-            if engines is None:
-                raise OutOfStepError("the trainer is not in the group that the update goes through")
             return _Links(engines)
         if self._shards is None:
             raise OutOfStepError("this rank was not told what the others hold")
         shards: dict[int, Link] = {}
-        for rank in (self._rank,) if engines is None else self._shards.bringers:
+        for rank in self._shards.bringers if engines else (self._rank,):
             link = self._shard_seats[rank].link if rank in self._shard_seats else None
             if link is None or link.connection != shard_connection(order.shards, rank):
                 raise OutOfStepError("the trainer's ranks are not in the groups that their shards go through")
             shards[rank] = link
         return _Links(engines, self._shards, shards)
 
-    def _send(self, links: _Links, plan: Plan, snapshot: Snapshot, stop: threading.Event) -> Digests:
-        """Pack, send and hash every bucket: one while others are on their way."""
-        link = links.engines
-        assert link is not None
-        digests = StreamingDigests(len(plan.specs))
-        on_the_way: deque[_Sent] = deque()
-        packed = 0
-
-        def wait_for_oldest() -> None:
-            sent = on_the_way.popleft()
-            wait(link, sent.handle, sent.bucket, stop)
-            sent.hashed.result()
-
-        for bucket in plan.buckets:
-            if len(on_the_way) == IN_FLIGHT:
-                wait_for_oldest()
-            whole = links.plan is None or links.plan.is_whole(bucket)
-            flat = in_place(plan, bucket, snapshot.tensors, link.device) if whole else None
-            buffer = None
-            if flat is None:
-                buffer = packed % BUFFERS
-                packed += 1
-                while any(sent.buffer == buffer for sent in on_the_way):
-                    wait_for_oldest()
-                flat = self._buffer(buffer, plan, link.device)[: bucket.nbytes]
-                if whole:
-                    pack(plan, bucket, snapshot.tensors, flat)
-                else:
-                    self._gather(links, bucket, snapshot, flat, stop)
-            handle = link.start_send(flat)
-            hashed = self._hasher.submit(hash_bucket, plan, bucket, flat, digests)
-            on_the_way.append(_Sent(bucket, handle, hashed, buffer))
-        while on_the_way:
-            wait_for_oldest()
-        return digests.result()
-
-    def _gather(self, links: _Links, bucket: Bucket, snapshot: Snapshot, flat: Tensor, stop: threading.Event) -> None:
-        """Put a bucket together from what the ranks hold."""
-        shards, holding = links.plan, snapshot.holding
-        assert shards is not None
-        assert holding is not None
-        messages, handles, start = {}, {}, 0
-        for rank, link in links.shards.items():
-            if nbytes := shards.nbytes(bucket, rank):
-                messages[rank] = self._message(0, shards.largest_gather, link.device)[start : start + nbytes]
-                handles[rank] = link.start_receive(messages[rank])
-                start += nbytes
-        for rank, handle in handles.items():
-            wait(links.shards[rank], handle, bucket, stop)
-        shards.assemble(bucket, holding, snapshot.tensors, messages, flat)
-
-    def _send_shards(self, links: _Links, plan: Plan, snapshot: Snapshot, stop: threading.Event) -> None:
-        """Bring this rank's parts of every bucket to the source: one while the last is on its way."""
-        shards, holding = links.plan, snapshot.holding
-        assert shards is not None
-        assert holding is not None
-        ((rank, link),) = links.shards.items()
-        on_the_way: deque[tuple[Bucket, object]] = deque()
-        sent = 0
-        for bucket in plan.buckets:
-            if nbytes := shards.nbytes(bucket, rank):
-                if len(on_the_way) == BUFFERS:
-                    oldest, handle = on_the_way.popleft()
-                    wait(link, handle, oldest, stop)
-                message = self._message(sent % BUFFERS, shards.largest_message(rank), link.device)[:nbytes]
-                shards.pack_parts(bucket, rank, holding, snapshot.tensors, message)
-                on_the_way.append((bucket, link.start_send(message)))
-                sent += 1
-        for oldest, handle in on_the_way:
-            wait(link, handle, oldest, stop)
-
-    def _buffer(self, index: int, plan: Plan, device: str) -> Tensor:
-        return _kept(self._buffers, index, plan.largest_bucket, device)
-
-    def _message(self, index: int, nbytes: int, device: str) -> Tensor:
-        return _kept(self._messages, index, nbytes, device)
+    def _send(self, links: _Links, plan: Plan, snapshot: Snapshot, stop: threading.Event) -> Digests | None:
+        """This rank's part of sending every bucket; None if another rank is the source."""
+        is_source = bool(links.engines)
+        if snapshot.gather is not None:
+            if not is_source:
+                take_part(plan, snapshot.gather, stop)
+                return None
+            filler: Filler = CallGathering(plan, snapshot.gather)
+        elif links.plan is None:
+            filler = OwnTensors(plan, snapshot.tensors)
+        else:
+            assert snapshot.holding is not None
+            held = (snapshot.holding, snapshot.tensors)
+            if not is_source:
+                bring_shards(links.plan, self._rank, *held, links.shards[self._rank], self._messages, stop)
+                return None
+            filler = ShardGathering(links.plan, *held, links.shards, self._messages)
+        return self._bucket_sender.send(plan, filler, links.engines, stop)
 
     def _receipt(self, order: UpdateOrder, plan: Plan, digests: Digests) -> SendReceipt:
         if self._sent is not None and self._sent[0] == order.base_epoch:
@@ -360,7 +370,7 @@ class TrainerRank:
                 changed = digests != published
         self._sent = (order.epoch, plan.layout_digest, digests)
         return SendReceipt(
-            digest=combine(plan.layout_digest, digests),
+            digest=plan.digest_of(digests),
             tensors=len(plan.specs),
             tensors_changed=int(changed.sum()),
             buckets=len(plan.buckets),
@@ -403,42 +413,16 @@ class _Sending:
 
 @dataclass(frozen=True, slots=True)
 class _Links:
-    """The groups of one update at one rank: to the engines, and by rank those that shards come or go through."""
+    """The groups of one update at one rank: to engines, and by rank those that shards come or go through."""
 
-    engines: Link | None
+    engines: Sequence[Link]
     plan: ShardPlan | None = None
     shards: Mapping[int, Link] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class _Sent:
-    bucket: Bucket
-    handle: object
-    hashed: Future[None]
-    buffer: int | None
 
 
 def shard_connection(shards: str, rank: int) -> str:
     """Name of the group through which a rank brings its shards."""
     return f"{shards}/{rank}"
-
-
-def wait(link: Link, handle: object, bucket: Bucket, stop: threading.Event) -> None:
-    """Wait for a bucket's operation; its error says which bucket it was."""
-    try:
-        link.wait(handle, stop)
-    except TransferError as error:
-        error.bucket = bucket.index
-        raise
-
-
-def _kept(buffers: list[Tensor], index: int, nbytes: int, device: str) -> Tensor:
-    """One of several buffers of a size, kept from update to update."""
-    if any(buffer.numel() < nbytes or buffer.device.type != device for buffer in buffers):
-        buffers.clear()  # free the old ones before the new ones are allocated
-    while len(buffers) <= index:
-        buffers.append(torch.empty(nbytes, dtype=torch.uint8, device=device))
-    return buffers[index]
 
 
 TRAINER_METHODS = tuple(name for kind in (Trainer, Rank) for name in vars(kind) if not name.startswith("_"))
@@ -466,6 +450,13 @@ class RemoteTrainer:
 
     def __repr__(self) -> str:
         return f"<RemoteTrainer {cluster.actor_class_name(self.handle)} {cluster.actor_key(self.handle)[:8]}>"
+
+    async def begin_update(self) -> bool:
+        has_hooks: bool = await cluster.call(self.handle, "begin_update")
+        return has_hooks
+
+    async def end_update(self) -> None:
+        await cluster.call(self.handle, "end_update")
 
     async def describe_weights(self, options: ReadOptions, known_digest: str | None) -> TrainerStatus:
         status: TrainerStatus = await cluster.call(self.handle, "describe_weights", options, known_digest)

@@ -3,11 +3,13 @@
 The first rank is the *source*: it sends to the engines. The others bring it the shards that it lacks, bucket by bucket,
 each through a group of its own with the source. These groups are the library's: the training step's own groups are
 never used, so nothing that is sent can get between two of its collectives. A rank whose shards others hold too brings
-nothing, and takes no part in updates.
+nothing, and takes no part in sending. If the tensors are put together by a gathering of the trainer's own, all ranks
+take part in that, and none brings anything.
 """
 
 from __future__ import annotations
 
+import itertools
 import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
@@ -21,6 +23,7 @@ from asyncsync.messages import Contacts, ReadOptions, Rendezvous, SendReceipt, T
 from asyncsync.shards import Holding
 from asyncsync.shield import shielded
 from asyncsync.trainer import Rank, RemoteTrainer, Trainer, TrainerRank, shard_connection
+from asyncsync.transports.forming import End, form_group
 
 T = TypeVar("T")
 
@@ -29,17 +32,39 @@ class TrainerGroup:
     """Satisfies :class:`~asyncsync.trainer.Trainer` for several ranks.
 
     Args:
-        ranks: All ranks of the trainer; the first is the source.
+        ranks: All ranks of the trainer, or of one pipeline stage of it; the first is the source.
+        first: The first one's number, in what errors call them.
     """
 
-    def __init__(self, ranks: Sequence[Rank]) -> None:
+    def __init__(self, ranks: Sequence[Rank], first: int = 0) -> None:
         self._ranks = tuple(ranks)
+        self._first = first
         self._agreed: tuple[object, ...] | None = None
         self._bringers: tuple[int, ...] = ()
+        self._gathers = False
         self._shards: str | None = None
+        self._groups: set[str] = set()
 
     def __repr__(self) -> str:
         return f"<TrainerGroup of {len(self._ranks)} ranks, {len(self._bringers)} of them bring shards>"
+
+    async def begin_update(self) -> bool:
+        """See :class:`~asyncsync.trainer.Trainer`. All ranks have hooks, or none should: they are called together."""
+        return any(await self._all(self._everyone, lambda _, rank: rank.begin_update()))
+
+    async def end_update(self) -> None:
+        """See :class:`~asyncsync.trainer.Trainer`. Every rank is heard; the first error is raised."""
+        ended = {rank: self._call(rank, lambda _, one: one.end_update()) for rank in self._everyone}
+        _raise_first(await settle(ended))
+
+    @property
+    def _everyone(self) -> range:
+        return range(len(self._ranks))
+
+    @property
+    def _senders(self) -> Sequence[int]:
+        """The ranks that have a part in sending, the source first."""
+        return self._everyone if self._gathers else (0, *self._bringers)
 
     async def describe_weights(self, options: ReadOptions, known_digest: str | None) -> TrainerStatus:
         """See :class:`~asyncsync.trainer.Trainer`.
@@ -48,23 +73,27 @@ class TrainerGroup:
             PlanError: The ranks disagree on a tensor, by name; or shards do not tile their tensor.
             TrainerError: A rank failed, by number.
         """
-        everyone = range(len(self._ranks))
-        statuses = await self._all(everyone, lambda _, rank: rank.describe_weights(options, known_digest))
+        statuses = await self._all(self._everyone, lambda _, rank: rank.describe_weights(options, known_digest))
         if len({status.plan_digest for status in statuses}) > 1:
-            statuses = await self._all(everyone, lambda _, rank: rank.describe_weights(options, None))
-            _refuse_disagreement([status.specs or () for status in statuses])
+            statuses = await self._all(self._everyone, lambda _, rank: rank.describe_weights(options, None))
+            _refuse_disagreement([status.specs or () for status in statuses], self._first)
+        if len({status.gathers for status in statuses}) > 1:
+            raise PlanError("the trainer's ranks disagree: some give GatheredWeights, and some do not")
         source = statuses[0]
         instances = tuple(status.instance for status in statuses)
         holdings = tuple(status.holding for status in statuses)
+        self._gathers = source.gathers
         agreed = (instances, source.plan_digest, holdings)
         if agreed != self._agreed:
             self._agreed = None
             await self._share(holdings)
             self._agreed = agreed
+        if not self._is_connected(statuses):
+            self._shards = None
         return replace(
             source,
             instance="+".join(instances),
-            connection=source.connection if self._is_connected(statuses) else None,
+            connections=() if self._bringers and self._shards is None else source.connections,
             epoch=max(status.epoch for status in statuses),
             control_group=all(status.control_group for status in statuses),
             holding=None,
@@ -72,7 +101,7 @@ class TrainerGroup:
 
     async def _share(self, holdings: tuple[Holding | None, ...]) -> None:
         self._bringers = ()
-        found = await self._all(range(len(self._ranks)), lambda number, rank: rank.share_holdings(number, holdings))
+        found = await self._all(self._everyone, lambda number, rank: rank.share_holdings(number, holdings))
         self._bringers = found[0]
 
     def _is_connected(self, statuses: Sequence[TrainerStatus]) -> bool:
@@ -85,46 +114,59 @@ class TrainerGroup:
         )
 
     async def open_trainer_group(self, rendezvous: Rendezvous) -> Contacts:
-        """See :class:`~asyncsync.trainer.Trainer`. Connects the ranks with each other first."""
+        """See :class:`~asyncsync.trainer.Trainer`. Connects the ranks with each other first, if they are not."""
+        if self._bringers and self._shards is None:
+            await self._connect_ranks(rendezvous)
+        self._groups.add(rendezvous.connection)
+        return await self._call(0, lambda _, source: source.open_trainer_group(rendezvous))
+
+    async def _connect_ranks(self, rendezvous: Rendezvous) -> None:
         shards = secrets.token_hex(16)
-        self._shards = None  # until all are connected (R13)
         try:
             for rank in self._bringers:
                 await self._connect_shards(rank, replace(rendezvous, connection=shard_connection(shards, rank)))
         except BaseException:
-            await shielded(self._leave(shards=shards))
+            await shielded(self._leave_each_other(shards))
             raise
-        self._shards = shards
-        return await self._call(0, lambda _, source: source.open_trainer_group(rendezvous))
+        self._shards = shards  # now that all are connected (R13)
 
     async def _connect_shards(self, bringer: int, rendezvous: Rendezvous) -> None:
-        ends = (bringer, 0)  # whoever sends is rank 0 of a group
+        ranks = (bringer, 0)  # whoever sends is rank 0 of a group
         seats = {
-            end: replace(rendezvous, shards_of=bringer, rank=position, world_size=2)
-            for position, end in enumerate(ends)
+            rank: replace(rendezvous, shards_of=bringer, rank=position, world_size=2)
+            for position, rank in enumerate(ranks)
         }
-        opened = await self._all(ends, lambda end, rank: rank.open_trainer_group(seats[end]))
-        contacts = opened[0] | opened[1]
-        await self._all(ends, lambda _, rank: rank.join_trainer_group(rendezvous.connection, contacts))
+
+        def end(rank: int) -> End:
+            return End(
+                open=lambda: self._call(rank, lambda _, one: one.open_trainer_group(seats[rank])),
+                join=lambda contacts: self._call(
+                    rank, lambda _, one: one.join_trainer_group(rendezvous.connection, contacts)
+                ),
+            )
+
+        await form_group({rank: end(rank) for rank in ranks})
 
     async def join_trainer_group(self, connection: str, contacts: Contacts) -> None:
         """See :class:`~asyncsync.trainer.Trainer`."""
         await self._call(0, lambda _, source: source.join_trainer_group(connection, contacts))
 
     async def leave_trainer_group(self, connection: str) -> None:
-        """See :class:`~asyncsync.trainer.Trainer`. The ranks leave each other, too."""
-        shards, self._shards = self._shards, None
-        await self._leave(connection, shards=shards)
+        """See :class:`~asyncsync.trainer.Trainer`. With the last group the ranks leave each other, too."""
+        self._groups.discard(connection)
+        left = {"engines": self._call(0, lambda _, source: source.leave_trainer_group(connection))}
+        if not self._groups and self._shards is not None:
+            left["ranks"] = self._leave_each_other(self._shards)
+            self._shards = None
+        _raise_first(await settle(left))
 
-    async def _leave(self, connection: str | None = None, *, shards: str | None) -> None:
-        """Leave groups, at every end; all are tried, and the first error is raised."""
-        groups = [] if connection is None else [(0, connection)]
-        if shards is not None:
-            groups += [(end, shard_connection(shards, rank)) for rank in self._bringers for end in (0, rank)]
+    async def _leave_each_other(self, shards: str) -> None:
+        """Leave the groups that shards come through, at both ends; all are tried, and the first error is raised."""
 
         def leave(end: int, group: str) -> Awaitable[None]:
             return self._call(end, lambda _, rank: rank.leave_trainer_group(group))
 
+        groups = [(end, shard_connection(shards, rank)) for rank in self._bringers for end in (0, rank)]
         _raise_first(await settle({(end, group): leave(end, group) for end, group in groups}))
 
     async def send_weights(self, order: UpdateOrder) -> SendReceipt | None:
@@ -137,13 +179,14 @@ class TrainerGroup:
             if self._shards is None:
                 raise OutOfStepError("the trainer's ranks are not connected with each other")
             order = replace(order, shards=self._shards)
-        receipts = await self._all((0, *self._bringers), lambda _, rank: rank.send_weights(order))
+        orders = [order if rank == 0 else replace(order, connections=()) for rank in self._everyone]
+        receipts = await self._all(self._senders, lambda number, rank: rank.send_weights(orders[number]))
         return receipts[0]
 
     async def abort_send(self, epoch: int) -> None:
         """See :class:`~asyncsync.trainer.Trainer`."""
-        ranks = (0, *self._bringers)
-        _raise_first(await settle({rank: self._call(rank, lambda _, one: one.abort_send(epoch)) for rank in ranks}))
+        aborted = {rank: self._call(rank, lambda _, one: one.abort_send(epoch)) for rank in self._senders}
+        _raise_first(await settle(aborted))
 
     async def _all(self, ranks: Sequence[int], call: Callable[[int, Rank], Awaitable[T]]) -> list[T]:
         """Call ranks together, each with its number; the first failure ends the other calls."""
@@ -152,19 +195,20 @@ class TrainerGroup:
 
     async def _call(self, rank: int, call: Callable[[int, Rank], Awaitable[T]]) -> T:
         """Call one rank; its errors say which it was."""
+        number = self._first + rank
         try:
             return await call(rank, self._ranks[rank])
         except cluster.ActorLostError as error:
-            raise TrainerError(f"trainer rank {rank} is gone: {cluster.how_it_was_lost(error)}") from error
+            raise TrainerError(f"trainer rank {number} is gone: {cluster.how_it_was_lost(error)}") from error
         except (PlanError, ConnectError) as error:
-            named = f"trainer rank {rank}: {error}"
+            named = f"trainer rank {number}: {error}"
             if isinstance(error, PlanError):
                 raise PlanError(named, names=error.names) from error
             raise ConnectError(named) from error
         except AsyncSyncError:
             raise
         except Exception as error:
-            raise TrainerError(f"trainer rank {rank} failed: {type(error).__name__}: {error}") from error
+            raise TrainerError(f"trainer rank {number} failed: {type(error).__name__}: {error}") from error
 
 
 def _raise_first(results: Mapping[Any, object]) -> None:
@@ -173,13 +217,13 @@ def _raise_first(results: Mapping[Any, object]) -> None:
             raise result
 
 
-def _refuse_disagreement(specs: Sequence[tuple[TensorSpec, ...]]) -> None:
+def _refuse_disagreement(specs: Sequence[tuple[TensorSpec, ...]], number: int) -> None:
     first = {spec.name: spec for spec in specs[0]}
-    for rank, others in enumerate(specs[1:], start=1):
+    for rank, others in enumerate(specs[1:], start=number + 1):
         theirs = {spec.name: spec for spec in others}
         problems = {
-            "holds tensors that rank 0 does not": theirs.keys() - first.keys(),
-            "lacks tensors that rank 0 holds": first.keys() - theirs.keys(),
+            f"holds tensors that rank {number} does not": theirs.keys() - first.keys(),
+            f"lacks tensors that rank {number} holds": first.keys() - theirs.keys(),
             "holds in another shape, in another dtype or tied otherwise": {
                 name for name in first.keys() & theirs.keys() if first[name] != theirs[name]
             },
@@ -188,29 +232,42 @@ def _refuse_disagreement(specs: Sequence[tuple[TensorSpec, ...]]) -> None:
         if found or list(first) != list(theirs):
             names = sorted(set().union(*problems.values()))
             what = "; ".join(found) or "holds the same tensors in another order"
-            raise PlanError(f"the trainer's ranks disagree: rank {rank} {what}", names=names)
+            stages = "" if first.keys() & theirs.keys() else " (give each stage of a pipeline as a list of its own)"
+            raise PlanError(f"the trainer's ranks disagree: rank {rank} {what}{stages}", names=names)
 
 
-def as_trainer(candidate: Any, *, offload: bool | None) -> tuple[Trainer, TrainerRank | None]:
-    """The trainer behind whatever a user may pass as one; and the rank made for it here, if one was.
+def as_sources(candidate: Any, *, offload: bool | None) -> tuple[tuple[Trainer, ...], TrainerRank | None]:
+    """The sources behind whatever a user may pass as a trainer; and the rank made for it here, if one was.
 
     Raises:
         TypeError: It is neither a trainer nor weights.
         ValueError: A rank is given twice.
     """
-    if isinstance(candidate, list | tuple) and candidate and _is_rank(candidate[0]):
-        keys = [cluster.actor_key(rank) for rank in candidate]
+    if isinstance(candidate, list | tuple) and any(_is_rank(each) or _is_stage(each) for each in candidate):
+        staged = any(_is_stage(each) for each in candidate)
+        stages = [list(each) if _is_stage(each) else [each] for each in candidate] if staged else [list(candidate)]
+        everyone = [rank for stage in stages for rank in stage]
+        keys = [cluster.actor_key(rank) for rank in everyone]
         for index, key in enumerate(keys):
             if key in keys[:index]:
                 raise ValueError(f"trainer rank {index} is given twice: it is rank {keys.index(key)} too")
-        ranks = [_as_rank(rank) for rank in candidate]
-        return (TrainerGroup(ranks) if len(ranks) > 1 else ranks[0]), None
+        if len(everyone) == 1:
+            return (_as_rank(everyone[0]),), None
+        firsts = itertools.accumulate((len(stage) for stage in stages), initial=0)
+        return tuple(
+            TrainerGroup([_as_rank(rank) for rank in stage], first)
+            for stage, first in zip(stages, firsts, strict=False)
+        ), None
     if cluster.is_actor_class(candidate):
         raise TypeError(f"{cluster.actor_class_name(candidate)} is an actor class, no actor: call its .remote(…) first")
     if _is_rank(candidate):
-        return _as_rank(candidate), None
+        return (_as_rank(candidate),), None
     rank = TrainerRank(candidate, offload=offload)
-    return rank, rank
+    return (rank,), rank
+
+
+def _is_stage(candidate: Any) -> bool:
+    return isinstance(candidate, list | tuple) and bool(candidate) and all(_is_rank(each) for each in candidate)
 
 
 def _as_rank(candidate: Any) -> Rank:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from functools import partial
+from typing import Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -15,15 +16,47 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from asyncsync.buckets import TensorSpec, list_names
-from asyncsync.errors import PlanError
+from asyncsync.errors import PlanError, TransferError
 from asyncsync.messages import NameMap
 from asyncsync.shards import Block, Holding
 from asyncsync.transports.dtensor import is_dtensor, local_block
 
 NamedTensors: TypeAlias = nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 
-Weights: TypeAlias = NamedTensors | Callable[[], NamedTensors]
-"""What can be sent: a module, a state dict, pairs of name and tensor, or a function that returns one of these."""
+
+@runtime_checkable
+class GatheredWeights(Protocol):
+    """Weights that lie on several trainer ranks in a way that only the trainer knows (Megatron's, say).
+
+    Every rank of the trainer gives an object of this kind as its weights.
+
+    Example:
+        >>> class Sharded:
+        ...     def describe(self):
+        ...         return [("up.weight", torch.bfloat16, (4096, 1024))]
+        ...
+        ...     def gather(self, name):
+        ...         parts = all_gather(self.shards[name], group=self.group)
+        ...         return torch.cat(parts) if self.rank == 0 else None
+    """
+
+    def describe(self) -> Iterable[tuple[str, torch.dtype, Sequence[int]]]:
+        """Name, dtype and full shape of every tensor, in the same order on every rank. Not collective."""
+        ...
+
+    def gather(self, name: str) -> Tensor | None:
+        """Collective. Put one tensor together: the first rank needs it whole, what the others return is ignored.
+
+        Called on a thread of the library's, for one tensor after another, in the same order on every rank. Training
+        stands still meanwhile, since the weights must not change during an update; use a process group of its own
+        nevertheless if anything else may use the training's.
+        """
+        ...
+
+
+Weights: TypeAlias = NamedTensors | GatheredWeights | Callable[[], NamedTensors]
+"""What can be sent: a module, a state dict, pairs of name and tensor, a function that returns one of these, or what
+only the trainer's ranks together can put together."""
 
 _Found: TypeAlias = tuple[str, torch.dtype, torch.Size, object, Block | None]
 """A tensor as one reading found it: name, dtype, shape, what tells its memory, and which part of it lies here."""
@@ -37,20 +70,22 @@ class Snapshot:
         specs: One per distinct tensor; tied names are aliases of one spec.
         tensors: The tensors, in the same order, detached; of a sharded one, what lies on this rank.
         holding: Which part of each tensor that is; None if every tensor is whole.
+        gather: Collective. Gives a tensor whole, by its index, where no tensor lies here; on some ranks only None.
     """
 
     specs: tuple[TensorSpec, ...]
     tensors: tuple[Tensor, ...]
     holding: Holding | None = None
+    gather: Callable[[int], Tensor | None] | None = None
 
 
 class WeightSource:
     """Reads weights anew for every update.
 
     Args:
-        weights: A module (its parameters and persistent buffers), a state dict, pairs of name and tensor, or a
-            function returning one of these. A list of pairs is read again at each update; a one-shot iterator is
-            read once, here, and the tensors it gave are kept. A function is called at each update.
+        weights: A module (its parameters and persistent buffers), a state dict, pairs of name and tensor, a function
+            returning one of these, or :class:`GatheredWeights`. A list of pairs is read again at each update; a
+            one-shot iterator is read once, here, and the tensors it gave are kept. A function is called at each update.
 
     Raises:
         TypeError: ``weights`` is none of these.
@@ -58,14 +93,15 @@ class WeightSource:
 
     def __init__(self, weights: Weights) -> None:
         self._last: _Reading | None = None
-        if isinstance(weights, nn.Module | Mapping) or callable(weights):
+        self._last_gathered: _GatheredReading | None = None
+        if isinstance(weights, nn.Module | Mapping | GatheredWeights) or callable(weights):
             self._weights: Weights = weights
         elif isinstance(weights, Iterable):
             self._weights = list(weights) if isinstance(weights, Iterator) else weights
         else:
             raise TypeError(
-                "weights must be a module, a state dict, an iterable of (name, tensor) or a function that returns "
-                f"one of these, not {type(weights).__name__}"
+                "weights must be a module, a state dict, an iterable of (name, tensor), a function that returns one of "
+                f"these, or GatheredWeights, not {type(weights).__name__}"
             )
 
     def read(self, *, name_map: NameMap | None = None, dtype: torch.dtype | None = None) -> Snapshot:
@@ -79,6 +115,8 @@ class WeightSource:
             PlanError: A name occurs twice (after ``name_map``), or a tensor cannot be sent: it is on the meta device,
                 sparse, quantized, nested, a DTensor that is still to be summed, or no tensor at all.
         """
+        if isinstance(self._weights, GatheredWeights) and not isinstance(self._weights, nn.Module):
+            return self._read_gathered(self._weights, name_map, dtype)
         pairs = list(named_tensors(self._weights))
         if name_map is not None:
             pairs = [(mapped, tensor) for name, tensor in pairs if (mapped := _map(name_map, name)) is not None]
@@ -94,6 +132,47 @@ class WeightSource:
             self._last = _Reading(layout, dtype)
         tensors = tuple(held[index].tensor.detach() for index in self._last.firsts)
         return Snapshot(self._last.specs, tensors, self._last.holding)
+
+    def _read_gathered(self, weights: GatheredWeights, name_map: NameMap | None, dtype: torch.dtype | None) -> Snapshot:
+        described = [(name, held, tuple(shape)) for name, held, shape in weights.describe()]
+        last = self._last_gathered
+        if last is None or (last.described, last.name_map, last.dtype) != (described, name_map, dtype):
+            last = self._last_gathered = _GatheredReading(described, name_map, dtype)
+        return Snapshot(last.specs, (), gather=partial(last.gather, weights))
+
+
+class _GatheredReading:
+    """What weights that must be gathered said of themselves."""
+
+    def __init__(
+        self,
+        described: list[tuple[str, torch.dtype, tuple[int, ...]]],
+        name_map: NameMap | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        self.described, self.name_map, self.dtype = described, name_map, dtype
+        self._sent: list[tuple[str, torch.dtype, tuple[int, ...]]] = []
+        specs = []
+        for name, held, shape in described:
+            if (mapped := name if name_map is None else _map(name_map, name)) is not None:
+                self._sent.append((name, held, shape))
+                specs.append(TensorSpec(mapped, dtype if dtype and held.is_floating_point else held, shape))
+        _refuse_duplicates([spec.name for spec in specs])
+        self.specs = tuple(specs)
+
+    def gather(self, weights: GatheredWeights, index: int) -> Tensor | None:
+        """Collective. See :attr:`Snapshot.gather`.
+
+        Raises:
+            TransferError: The tensor is not what was described.
+        """
+        name, dtype, shape = self._sent[index]
+        tensor = weights.gather(name)
+        if tensor is not None and (tensor.dtype, tuple(tensor.shape)) != (dtype, shape):
+            raise TransferError(
+                f"gathering {name} gave {tensor.dtype} {list(tensor.shape)}, described as {dtype} {list(shape)}"
+            )
+        return tensor
 
 
 class _Reading:

@@ -98,7 +98,7 @@ def flip_a_bit(engine: asyncsync.ModuleEngine) -> None:
     original = engine._begin
 
     def begin(order: UpdateOrder) -> Any:
-        session, link = original(order)
+        session, links = original(order)
         take = session.loader.take
 
         def take_flipped(bucket: Bucket, buffer: Tensor) -> None:
@@ -108,7 +108,7 @@ def flip_a_bit(engine: asyncsync.ModuleEngine) -> None:
 
         engine._begin = original  # type: ignore[method-assign]
         session.loader.take = take_flipped  # type: ignore[method-assign]
-        return session, link
+        return session, links
 
     engine._begin = begin  # type: ignore[method-assign]
 

@@ -75,7 +75,7 @@ class ShardedTrainer(asyncsync.TrainerRank):
 
     def groups(self) -> int:
         """How many groups this rank is in, or joining."""
-        return sum(seat.link is not None or seat._joining is not None for seat in self._seats)
+        return sum(seat.taken for seat in self._seats)
 
     def fail_to_open(self) -> None:
         """Fail, once, to open a group."""

@@ -19,9 +19,9 @@ PACKAGE = Path(asyncsync.__file__).parent
 FLOORS = (
     {"errors", "report"},
     {"shield", "threads", "digests", "buckets", "packing", "shards", "clock", "fanout", "coalesce", "lock", "guard"},
-    {"weights", "messages", "cluster", "transports"},
+    {"weights", "messages", "cluster", "transports", "sending", "gathering"},
     {"engines", "trainer", "trainer_group", "shared_lock"},
-    {"fleet", "connection", "attempt"},
+    {"fleet", "membership", "sources", "attempt", "connection", "catch_up"},
     {"synchronizer"},
     {"__init__"},
     {"demo"},

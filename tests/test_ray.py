@@ -191,7 +191,9 @@ async def test_an_engine_whose_constructor_failed_says_why(ray_cluster: None) ->
 async def test_an_actor_without_the_protocol_is_refused_by_the_names_it_lacks(actors: Actors) -> None:
     with pytest.raises(TypeError, match="TrainerActor is no rollout engine: it lacks describe_engine, accept_layout"):
         WeightSynchronizer(nn.Linear(1, 1), [actors.trainer])
-    with pytest.raises(TypeError, match="EngineActor is no trainer rank: it lacks describe_weights"):
+    with pytest.raises(
+        TypeError, match="EngineActor is no trainer rank: it lacks begin_update, end_update, describe_weights"
+    ):
         WeightSynchronizer(actors.engines[0], [actors.engines[1]])
     with pytest.raises(ValueError, match="given twice"):
         WeightSynchronizer(actors.trainer, [actors.engines[0], actors.engines[0]])

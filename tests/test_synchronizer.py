@@ -215,7 +215,7 @@ async def test_the_report() -> None:
         assert (third.tensors_changed, third.bytes_changed) == (1, 8 * 3 * 4)
         assert f"1/{third.tensors} tensors changed" in str(third)
         assert "\n" not in str(third)
-        assert {"transfer", "drain", "finish", "paused", "total"} == set(third.seconds)
+        assert {"queue", "transfer", "drain", "finish", "paused", "total"} == set(third.seconds)
         assert engines[0].weight_version == synchronizer.weight_version == 3
 
 
@@ -400,13 +400,13 @@ async def test_guarded_sections_are_counted(monkeypatch: pytest.MonkeyPatch, off
     sections, expected = Sections(monkeypatch), 0 if offload is False else 1
     engine = ToldEngine(nn.Linear(2, 2))
 
-    async def fail_while_the_trainer_joins() -> None:
+    async def fail_while_the_trainer_is_joining() -> None:
         while sections.entered < expected:
             await turn()
         raise OSError("no")
 
     async with WeightSynchronizer(nn.Linear(2, 2), [engine], offload=offload, timeout=60) as synchronizer:
-        engine.before["join_group"] = fail_while_the_trainer_joins
+        engine.before["open_group"] = fail_while_the_trainer_is_joining  # it cannot have joined yet
         with pytest.raises(EngineError):
             await synchronizer.update_weights()
         assert sections.entered == expected, "connect failed: one, and nothing is transferred"
@@ -535,7 +535,7 @@ async def test_an_engine_that_fails_at_any_step_leaves_nothing_locked_and_the_ne
             synchronizer._connection.forget()
             for engine in engines:
                 engine._binding = None
-                engine._seat.close()
+                engine._seats[0].close()
         getattr(engines[1], when)[step] = failing(OSError("the disk is full"))
         with pytest.raises(EngineError, match=r"ToldEngine-1.*the disk is full") as caught:
             await synchronizer.update_weights()
@@ -888,7 +888,7 @@ async def test_a_closed_synchronizer_refuses_everything() -> None:
             pytest.fail("read")
     await synchronizer.aclose()
     assert "closed" in repr(synchronizer)
-    assert [engine._seat.link for engine in engines] == [None, None]
+    assert [engine._seats[0].link for engine in engines] == [None, None]
 
 
 async def test_an_update_inside_generation_is_refused_in_place_of_waiting_for_itself() -> None:
@@ -1037,7 +1037,7 @@ async def test_an_engine_that_missed_an_update_is_not_repaired_by_a_part_of_one(
 async def test_an_engine_that_was_restarted_while_idle_is_brought_up_to_date_in_the_same_call(staged: bool) -> None:
     async with synced(staged=staged) as (trainer, engines, synchronizer):
         await synchronizer.update_weights()
-        engines[1]._seat.close()
+        engines[1]._seats[0].close()
         engines[1].__init__(zoo(99), staged=staged)  # type: ignore[misc]  # a new process, as far as anyone can tell
         for engine in engines:  # the trainer hears its connection break before an engine says that it is new
             engine.before["receive_weights"] = hanging()
@@ -1054,7 +1054,7 @@ async def test_a_trainer_that_dies_in_mid_transfer_is_named_and_no_engine_that_h
         async def send_weights(self, order: UpdateOrder) -> SendReceipt | None:
             if not self.dead:
                 return await super().send_weights(order)
-            self._seat.close()  # what its engines hear
+            self._close_links()  # what its engines hear
             await asyncio.Event().wait()
             raise AssertionError
 

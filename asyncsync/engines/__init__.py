@@ -1,7 +1,7 @@
 """Rollout engines: what is conducted. Every kind satisfies one protocol, :class:`RolloutEngine`."""
 
-from asyncsync.engines.base import EngineReceipt, RolloutEngine
+from asyncsync.engines.base import EngineReceipt, GivingEngine, RolloutEngine
 from asyncsync.engines.module import ModuleEngine
 from asyncsync.engines.remote import RemoteEngine
 
-__all__ = ["EngineReceipt", "ModuleEngine", "RemoteEngine", "RolloutEngine"]
+__all__ = ["EngineReceipt", "GivingEngine", "ModuleEngine", "RemoteEngine", "RolloutEngine"]

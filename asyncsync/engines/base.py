@@ -109,3 +109,22 @@ class RolloutEngine(Protocol):
             TaintedEngineError: It holds part of an update, and stays paused.
         """
         ...
+
+
+class GivingEngine(RolloutEngine, Protocol):
+    """An engine that can give its weights to others, as its status says (``gives``)."""
+
+    async def give_weights(self, order: UpdateOrder) -> EngineReceipt:
+        """Send the weights it serves, in the layout it has accepted last; it goes on serving them.
+
+        Args:
+            order: Names the version that is wanted and the group, in which this engine is rank 0.
+
+        Returns:
+            The digest of what was sent.
+
+        Raises:
+            OutOfStepError: It does not serve that version, or is not in the group. Nothing was sent.
+            TransferError: The bytes did not arrive.
+        """
+        ...

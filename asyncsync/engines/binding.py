@@ -9,7 +9,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
-from asyncsync.buckets import Plan, list_names, plan_buckets
+from asyncsync.buckets import Plan, list_names
 from asyncsync.errors import PlanError
 from asyncsync.messages import Layout
 from asyncsync.weights import module_tensors, reason_against
@@ -56,7 +56,7 @@ def bind(module: nn.Module, layout: Layout) -> Binding:
         PlanError: The two ends cut buckets differently; or names are unknown or missing (missing ones are fine if the
             layout is partial); or shapes or dtypes differ; or two tensors would go to memory that the module ties.
     """
-    plan = plan_buckets(layout.specs, layout.bucket_size)
+    plan = layout.plan()
     if plan.digest != layout.digest:
         raise PlanError(
             "trainer and engine plan the same tensors differently: install the same version of asyncsync at both"

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from asyncsync.buckets import Bucket
-from asyncsync.digests import StreamingDigests, combine
+from asyncsync.digests import StreamingDigests
 from asyncsync.engines.binding import Binding
 from asyncsync.packing import arena_views, hash_bucket, raw, unpack
 
@@ -112,7 +112,7 @@ class StagedLoader:
         return self._spare[0][bucket.start : bucket.stop]
 
     def digest(self) -> str:
-        return combine(self._binding.plan.layout_digest, self._digests.result())
+        return self._binding.plan.digest_of(self._digests.result())
 
     def commit(self) -> None:
         assert self._spare is not None
@@ -171,7 +171,7 @@ class InPlaceLoader:
         unpack(self._binding.plan, bucket, buffer, self._binding.targets)
 
     def digest(self) -> str:
-        return combine(self._binding.plan.layout_digest, self._digests.result())
+        return self._binding.plan.digest_of(self._digests.result())
 
     def commit(self) -> None:
         self.touched = False

@@ -15,6 +15,7 @@ import itertools
 import threading
 import uuid
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -28,10 +29,11 @@ from asyncsync.engines.base import EngineReceipt
 from asyncsync.engines.binding import Binding, bind
 from asyncsync.engines.gate import GenerationGate
 from asyncsync.engines.loading import InPlaceLoader, Loader, StagedLoader
-from asyncsync.errors import EngineError, OutOfStepError, PlanError, TaintedEngineError, TransferError
-from asyncsync.guard import memory_saver_guard
+from asyncsync.errors import ConnectError, EngineError, OutOfStepError, PlanError, TaintedEngineError, TransferError
+from asyncsync.guard import MemorySaverGuard, memory_saver_guard
 from asyncsync.messages import Contacts, EngineStatus, Layout, Policy, Rendezvous, UpdateOrder
 from asyncsync.packing import digest_weights
+from asyncsync.sending import OwnTensors, Sender, wait
 from asyncsync.shield import shielded
 from asyncsync.threads import WorkerThread
 from asyncsync.transports.base import Link
@@ -94,8 +96,12 @@ class ModuleEngine:
         self._paused = False
         self._binding: Binding | None = None
         self._loader: Loader | None = None
-        self._seat = Seat(lambda: memory_saver_guard(offload=False, thread=self._worker))
+        self._seats: dict[int, Seat] = {}  # by source
+        self._sender = Sender(WorkerThread("asyncsync-hasher"))  # started only by an engine that gives
         self._session: _Session | None = None
+        self._givings: dict[int, threading.Event] = {}
+        if cluster.was_restarted():
+            self._taint("its process was restarted, and holds weights of no version", torn=False)
 
     def __getattr__(self, name: str) -> Any:
         """What is missing; mostly it is the call of this class's constructor."""
@@ -149,9 +155,10 @@ class ModuleEngine:
             weight_version=self.weight_version,
             newest_version=self._version or 0,
             tainted=self._tainted,
-            connection=self._seat.connection,
+            connections=tuple(seat.connection for seat in self._seats.values() if seat.connection),
             plan_digest=binding.plan.digest if binding else None,
             partial=binding is not None and binding.partial,
+            gives=True,
             control_group=self.control_group is not None or not cluster.in_actor(),
         )
 
@@ -168,17 +175,25 @@ class ModuleEngine:
     @cluster.control
     async def open_group(self, rendezvous: Rendezvous) -> Contacts:
         """See :meth:`asyncsync.RolloutEngine.open_group`."""
-        return await self._seat.open(rendezvous, address=cluster.node_address())
+        seat = self._seats.setdefault(rendezvous.source, Seat(self._guard))
+        return await seat.open(rendezvous, address=cluster.node_address())
 
     @cluster.control
     async def join_group(self, connection: str, contacts: Contacts) -> None:
         """See :meth:`asyncsync.RolloutEngine.join_group`."""
-        await self._seat.join(connection, contacts)
+        for seat in self._seats.values():
+            if seat.expects(connection):
+                return await seat.join(connection, contacts)
+        raise ConnectError("the group to join was closed meanwhile")
 
     @cluster.control
     async def leave_group(self, connection: str) -> None:
         """See :meth:`asyncsync.RolloutEngine.leave_group`."""
-        await self._seat.leave(connection)
+        for seat in list(self._seats.values()):
+            await seat.leave(connection)
+
+    def _guard(self) -> MemorySaverGuard:
+        return memory_saver_guard(offload=False, thread=self._worker)
 
     @cluster.control
     async def pause_generation(self, epoch: int, policy: Policy) -> None:
@@ -196,16 +211,16 @@ class ModuleEngine:
     @cluster.control
     async def receive_weights(self, order: UpdateOrder) -> EngineReceipt:
         """See :meth:`asyncsync.RolloutEngine.receive_weights`."""
-        session, link = self._begin(order)
+        session, links = self._begin(order)
         try:
             with session.scope:
-                digest = await self._worker.run(self._receive, link, session)
+                digest = await self._worker.run(self._receive, links, session)
                 session.received = True
                 return EngineReceipt(digest=digest)
         finally:
             session.stop.set()
             if not session.received:
-                self._spoil(session, link)
+                self._spoil(session, links)
             session.ended.set()
         what = "was aborted" if session.scope.deadline > anyio.current_time() else "took too long"
         raise TransferError(f"receiving the weights of update {order.version} {what}")
@@ -232,6 +247,8 @@ class ModuleEngine:
         """See :meth:`asyncsync.RolloutEngine.abort_weight_update`."""
         self._see(epoch)
         self._ended_epoch = epoch
+        if (giving := self._givings.get(epoch)) is not None:
+            giving.set()
         session = self._session
         if session is not None:
             session.scope.cancel()
@@ -249,6 +266,30 @@ class ModuleEngine:
         await shielded(self._serve(epoch))
         if self._tainted:
             raise TaintedEngineError(self._tainted)
+
+    @cluster.control
+    async def give_weights(self, order: UpdateOrder) -> EngineReceipt:
+        """See :meth:`asyncsync.GivingEngine.give_weights`."""
+        self._see(order.epoch)
+        if self.weight_version != order.version:
+            raise OutOfStepError(f"this engine serves version {self.weight_version}, not {order.version}")
+        binding = self._binding
+        if binding is None or binding.plan.digest != order.plan_digest:
+            raise OutOfStepError("the layout that was asked for is not this engine's")
+        links = self._links(order)
+        stop = self._givings[order.epoch] = threading.Event()
+        filler = OwnTensors(binding.plan, [targets[0] for targets in binding.targets])
+        try:
+            async with asyncio.timeout(order.timeout):
+                digests = await self._worker.run(self._sender.send, binding.plan, filler, links, stop)
+        except BaseException:
+            stop.set()
+            self._sender.forget()
+            self._close(links)
+            raise
+        finally:
+            del self._givings[order.epoch]
+        return EngineReceipt(digest=binding.plan.digest_of(digests))
 
     async def _serve(self, epoch: int) -> None:
         await self._worker.run(lambda: None)  # a load or a commit that has begun comes to its end
@@ -277,7 +318,7 @@ class ModuleEngine:
             )
         self._epoch = epoch
 
-    def _begin(self, order: UpdateOrder) -> tuple[_Session, Link]:
+    def _begin(self, order: UpdateOrder) -> tuple[_Session, Sequence[Link]]:
         if order.epoch < self._epoch or order.epoch <= self._ended_epoch:
             raise OutOfStepError(f"epoch {order.epoch} is over: this engine has seen epoch {self._epoch}")
         if order.version <= (self._version or 0):
@@ -286,53 +327,65 @@ class ModuleEngine:
             raise EngineError(f"the update of epoch {self._session.order.epoch} is still being received")
         if self._binding is None or self._binding.plan.digest != order.plan_digest:
             raise OutOfStepError("the layout of this update was not agreed on with this engine")
-        link = self._seat.link
-        if link is None or link.connection != order.connection:
-            raise OutOfStepError("this engine is not in the group that the update comes through")
+        links = self._links(order)
         self._epoch = order.epoch
-        if self._loader is None or self._loader.device != link.device:
+        device = links[0].device
+        if self._loader is None or self._loader.device != device:
             self._loader = (
-                StagedLoader(self._binding, self._installed, link.device)
+                StagedLoader(self._binding, self._installed, device)
                 if self._staged
-                else InPlaceLoader(self._binding, link.device)
+                else InPlaceLoader(self._binding, device)
             )
         scope = anyio.CancelScope(deadline=anyio.current_time() + order.timeout)
         self._session = _Session(order, self._loader, scope)
-        return self._session, link
+        return self._session, links
 
-    def _receive(self, link: Link, session: _Session) -> str:
+    def _links(self, order: UpdateOrder) -> list[Link]:
+        """The groups that an order names."""
+        held = {seat.connection: seat.link for seat in self._seats.values()}
+        links = [link for connection in order.connections if (link := held.get(connection)) is not None]
+        if not links or len(links) != len(order.connections):
+            raise OutOfStepError("this engine is not in the groups that the order names")
+        return list(links)
+
+    def _receive(self, links: Sequence[Link], session: _Session) -> str:
         """Take and hash every bucket, while others are on their way; returns the digest of all."""
         binding, loader = self._binding, session.loader
         assert binding is not None
         if not binding.fits(self.module):
             raise OutOfStepError("the module's tensors were replaced since the layout was agreed on")
+        sources = max(1, len(binding.plan.parts))
+        if len(links) not in (1, sources):
+            raise OutOfStepError(f"the order names {len(links)} groups, and there are {sources} sources")
         loader.begin()
         on_the_way: deque[tuple[Bucket, Tensor, object]] = deque()
 
+        def link_of(bucket: Bucket) -> Link:
+            return links[bucket.source] if len(links) > 1 else links[0]
+
         def take_oldest() -> None:
             bucket, buffer, handle = on_the_way.popleft()
-            try:
-                link.wait(handle, session.stop)
-            except TransferError as error:
-                error.bucket = bucket.index
-                raise
+            wait(link_of(bucket), handle, bucket, session.stop)
             loader.take(bucket, buffer)
 
         for bucket in binding.plan.buckets:
             if len(on_the_way) == loader.in_flight:
                 take_oldest()
             buffer = loader.target(bucket)
-            on_the_way.append((bucket, buffer, link.start_receive(buffer)))
+            on_the_way.append((bucket, buffer, link_of(bucket).start_receive(buffer)))
         while on_the_way:
             take_oldest()
         return loader.digest()
 
-    def _spoil(self, session: _Session, link: Link) -> None:
-        """The transfer failed: leave the group, and the buffers that it may still write to."""
-        link.close()
-        if self._seat.link is link:
-            self._seat.link = None
+    def _spoil(self, session: _Session, links: Sequence[Link]) -> None:
+        """The transfer failed: leave its groups, and the buffers that they may still write to."""
+        self._close(links)
         self._worker.submit(self._drop, session)
+
+    def _close(self, links: Sequence[Link]) -> None:
+        for seat in self._seats.values():
+            if seat.link in links:
+                seat.close()
 
     def _drop(self, session: _Session) -> None:
         if self._session is not session:

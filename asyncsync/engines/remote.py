@@ -67,3 +67,7 @@ class RemoteEngine:
 
     async def resume_generation(self, epoch: int) -> None:
         await cluster.call(self.handle, "resume_generation", epoch)
+
+    async def give_weights(self, order: UpdateOrder) -> EngineReceipt:
+        receipt: EngineReceipt = await cluster.call(self.handle, "give_weights", order)
+        return receipt

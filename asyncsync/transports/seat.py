@@ -31,6 +31,11 @@ class Seat:
         return f"<Seat {'joining' if self._joining and not self.link else self.link}>"
 
     @property
+    def taken(self) -> bool:
+        """Whether it has joined a group, or is joining one."""
+        return self.link is not None or (self._joining is not None and not self._joining[1].done())
+
+    @property
     def connection(self) -> str | None:
         """The group it has joined."""
         return self.link.connection if self.link else None
@@ -49,7 +54,7 @@ class Seat:
             ConnectError: This end cannot be reached, or speaks another protocol.
             MemorySaverError: The guard could not be entered.
         """
-        while self._joining is not None or self.link is not None:  # another may have opened one meanwhile
+        while self.taken:  # another may have opened one meanwhile
             await self.leave()
         joining = Joining(rendezvous, address=address)
         joined = asyncio.ensure_future(self._join(joining))

@@ -1,0 +1,160 @@
+"""Bringing an engine that joins, or was restarted, to the version that the others serve: from one of them.
+
+The trainer is not asked. Its weights may have moved on since that version was published, and it may be in the middle of
+a step, or asleep. An engine that serves the version has it whole, and goes on serving while it gives it.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+from asyncsync.connection import JOIN_TIMEOUT, OPERATION_TIMEOUT, Connection, engine_ends, is_acquainted
+from asyncsync.engines.base import EngineReceipt, GivingEngine
+from asyncsync.errors import EngineError, TransferError, WeightUpdateError
+from asyncsync.fanout import race, settle
+from asyncsync.fleet import Fleet, Member
+from asyncsync.messages import PEER, EngineStatus, Policy, Rendezvous, UpdateOrder
+from asyncsync.shield import CLEANUP_TIMEOUT, shielded
+from asyncsync.transports.forming import form_group
+
+_log = logging.getLogger("asyncsync")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Published:
+    """The version that engines serve.
+
+    Attributes:
+        version: Its number.
+        digest: Digest of its weights.
+        plan_digest: The layout it came in.
+    """
+
+    version: int
+    digest: str
+    plan_digest: str
+
+
+async def catch_up(
+    joiner: Member,
+    givers: Sequence[Member],
+    published: Published,
+    connection: Connection,
+    policy: Policy,
+    timeout: float,
+) -> bool:
+    """Bring an engine to the published version.
+
+    Args:
+        joiner: The engine that is behind.
+        givers: Engines that serve the version; the first one that can gives it.
+        published: The version.
+        connection: Knows the layout.
+        policy: What is done with requests in flight at the joiner.
+        timeout: Seconds for the whole.
+
+    Returns:
+        Whether it holds the version now; False if nobody could give it.
+
+    Raises:
+        EngineError: The joiner failed.
+        PlanError: The weights do not fit it.
+        WeightUpdateError: Every giver failed; the last one's error.
+    """
+    layout = connection.layout
+    if layout is None or layout.digest != published.plan_digest:
+        return False  # the next update comes in another layout
+    status = (await Fleet([joiner]).describe(policy))[joiner]
+    if status.weight_version == published.version:
+        return True
+    if not is_acquainted(status, layout):
+        await joiner.call(lambda engine: engine.accept_layout(layout))
+    failure: WeightUpdateError | None = None
+    for giver in givers:
+        try:
+            giving = await giver.call(lambda engine: engine.describe_engine())
+            if not giving.gives or giving.world_size > 1 or giving.weight_version != published.version:
+                continue
+            await _give(giver, giving, joiner, status, published, connection, policy, timeout)
+        except WeightUpdateError as error:
+            if isinstance(error, EngineError) and error.engine == joiner.name:
+                raise
+            _log.warning("%s could not give its weights to %s: %s", giver.name, joiner.name, error)
+            failure = error
+        else:
+            _log.info("%s holds version %d now, from %s", joiner.name, published.version, giver.name)
+            return True
+    if failure is not None:
+        raise failure
+    return False
+
+
+async def _give(
+    giver: Member,
+    giving: EngineStatus,
+    joiner: Member,
+    taking: EngineStatus,
+    published: Published,
+    connection: Connection,
+    policy: Policy,
+    timeout: float,
+) -> None:
+    rendezvous = Rendezvous(
+        connection=secrets.token_hex(16),
+        backend=connection.choose_backend([giving, taking]),
+        rank=0,
+        world_size=1 + taking.world_size,
+        join_timeout=min(JOIN_TIMEOUT, timeout),
+        operation_timeout=min(OPERATION_TIMEOUT, timeout),
+        source=PEER,
+    )
+    order = UpdateOrder(
+        epoch=connection.next_epoch([giving, taking]),
+        version=published.version,
+        connections=(rendezvous.connection,),
+        plan_digest=published.plan_digest,
+        policy=policy,
+        base_epoch=None,
+        timeout=timeout,
+    )
+    done = False
+    try:
+        await form_group(engine_ends({giver: giving, joiner: taking}, rendezvous, first_rank=0))
+        await joiner.call(lambda engine: engine.pause_generation(order.epoch, policy))
+        receipts = await race(
+            {
+                giver: giver.call(lambda engine: cast("GivingEngine", engine).give_weights(order)),
+                joiner: joiner.call(lambda engine: engine.receive_weights(order)),
+            }
+        )
+        _compare(receipts, published)
+        await joiner.call(lambda engine: engine.finish_weight_update(order))
+        await joiner.call(lambda engine: engine.resume_generation(order.epoch))
+        done = True
+    finally:
+        await shielded(_part([giver, joiner], order, done=done))
+
+
+def _compare(receipts: dict[Member, EngineReceipt], published: Published) -> None:
+    for member, receipt in receipts.items():
+        if receipt.digest != published.digest:
+            raise TransferError(
+                f"{member.name} does not hold what was published as version {published.version}: "
+                f"digest {receipt.digest}, published {published.digest}"
+            )
+
+
+async def _part(members: Sequence[Member], order: UpdateOrder, *, done: bool) -> None:
+    """Undo what is left of it at both ends."""
+    (group,) = order.connections
+    if not done:
+        aborted = {
+            member: member.call(lambda engine: engine.abort_weight_update(order.epoch, order.version), CLEANUP_TIMEOUT)
+            for member in members
+        }
+        await settle(aborted)
+    await settle({member: member.call(lambda engine: engine.leave_group(group), CLEANUP_TIMEOUT) for member in members})

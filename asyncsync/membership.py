@@ -1,0 +1,173 @@
+"""Who belongs to a synchronizer: engines that were given, join, leave, or are asked for anew before every update."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any, TypeAlias
+
+from asyncsync import cluster
+from asyncsync.engines.base import RolloutEngine
+from asyncsync.engines.remote import RemoteEngine
+from asyncsync.errors import MembershipError
+from asyncsync.fleet import Fleet, Member
+
+Engines: TypeAlias = Iterable[Any] | Callable[[], Awaitable[Iterable[Any]]]
+"""Engines, or an async function that returns those of now."""
+
+
+class Membership:
+    """The engines of a synchronizer, as they come and go.
+
+    Args:
+        engines: Ray actors that include :class:`asyncsync.ModuleEngine`, or objects with the protocol; or an async
+            function that returns them.
+        initial_version: The version that those who join before the first update hold already.
+
+    Raises:
+        MembershipError: There are none, or one is given twice.
+        TypeError: One does not have the protocol.
+
+    Attributes:
+        silent: Names of those who were given up on without an answer, in the phase that is running.
+    """
+
+    def __init__(self, engines: Engines, *, initial_version: int | None = None) -> None:
+        self.silent: list[str] = []
+        self._numbers = itertools.count()
+        self._members: dict[str, Member] = {}
+        self._initial_version = initial_version
+        self._find: Callable[[], Awaitable[Iterable[Any]]] | None = None
+        if callable(engines) and not isinstance(engines, Iterable):
+            self._find = engines
+        elif isinstance(engines, Iterable):
+            self._set(engines)
+        else:
+            raise TypeError(f"engines must be a list, even of one: not {type(engines).__name__}")
+
+    def __repr__(self) -> str:
+        return f"<Membership: {', '.join(member.name for member in self.members) or 'nobody'}>"
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        """Who belongs to it now."""
+        return tuple(self._members.values())
+
+    def __contains__(self, member: Member) -> bool:
+        return member in self._members.values()
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether a function was given for the engines."""
+        return self._find is not None
+
+    async def refresh(self) -> None:
+        """Ask for the engines of now, if there is someone to ask.
+
+        Raises:
+            MembershipError: The answer is no list of engines, empty, or names one twice. Nothing changed.
+        """
+        if self._find is None:
+            return
+        try:
+            found = await self._find()
+            if not isinstance(found, Iterable):
+                raise TypeError(f"a list of engines is needed, not {type(found).__name__}")
+            self._set(found)
+        except MembershipError:
+            raise
+        except Exception as error:
+            raise MembershipError(f"the engines could not be asked for: {type(error).__name__}: {error}") from error
+
+    def fleet(self) -> Fleet:
+        """A snapshot.
+
+        Raises:
+            MembershipError: There are no engines.
+        """
+        if not self._members:
+            raise MembershipError("a synchronizer needs at least one engine")
+        return Fleet(self.members)
+
+    def add(self, engine: Any) -> Member:
+        """Have an engine join.
+
+        Raises:
+            MembershipError: It belongs to it already, or engines are asked for.
+            TypeError: It does not have the protocol.
+        """
+        self._refuse_if_asked("add")
+        key = engine_key(engine)
+        if (member := self._members.get(key)) is not None:
+            raise MembershipError(f"this engine has joined already: it is {member.name}")
+        member = self._members[key] = self._new(engine)
+        return member
+
+    def remove(self, engine: Any) -> Member:
+        """Have an engine leave.
+
+        Raises:
+            MembershipError: It does not belong to it, or engines are asked for.
+        """
+        self._refuse_if_asked("remove")
+        if (member := self._members.pop(engine_key(engine), None)) is None:
+            raise MembershipError(f"{cluster.actor_class_name(engine)} is none of the engines: {self!r}")
+        return member
+
+    def discard(self, member: Member) -> None:
+        """Have a member leave, if it has not left."""
+        self._members = {key: each for key, each in self._members.items() if each is not member}
+
+    def _refuse_if_asked(self, what: str) -> None:
+        if self._find is not None:
+            raise MembershipError(f"cannot {what} an engine: the function that was given for engines must do it")
+
+    def _set(self, engines: Iterable[Any]) -> None:
+        found: dict[str, Any] = {}
+        for index, engine in enumerate(engines):
+            key = engine_key(engine)
+            if key in found:
+                raise MembershipError(f"engine {index} is given twice: it is engine {list(found).index(key)} too")
+            found[key] = engine
+        if not found:
+            raise MembershipError("a synchronizer needs at least one engine")
+        new = {key: self._new(engine) for key, engine in found.items() if key not in self._members}
+        self._members = {key: self._members.get(key) or new[key] for key in found}
+
+    def _new(self, engine: Any) -> Member:
+        behind = as_engine(engine)
+        member = Member(f"{engine_name(engine)}-{next(self._numbers)}", engine, behind, self.silent)
+        member.weight_version = self._initial_version
+        return member
+
+    def note_update(self) -> None:
+        """A version was published: engines that join from now on do not hold the initial one."""
+        self._initial_version = None
+
+
+def engine_key(engine: Any) -> str:
+    """What tells one engine from another."""
+    return cluster.actor_key(engine)
+
+
+def engine_name(engine: Any) -> str:
+    """The first part of an engine's name."""
+    return cluster.actor_class_name(engine)
+
+
+def as_engine(candidate: Any) -> RolloutEngine:
+    """The engine behind whatever a user may pass as one.
+
+    Raises:
+        TypeError: It is none.
+    """
+    if cluster.is_actor_class(candidate):
+        raise TypeError(f"{cluster.actor_class_name(candidate)} is an actor class, no actor: call its .remote(…) first")
+    if cluster.is_actor(candidate) or hasattr(getattr(candidate, "describe_engine", None), "remote"):
+        return RemoteEngine(candidate)
+    if isinstance(candidate, RolloutEngine) and not isinstance(candidate, type):
+        return candidate
+    raise TypeError(
+        f"{candidate!r} is no rollout engine: give a Ray actor that includes asyncsync.ModuleEngine, "
+        "or an object with the RolloutEngine protocol"
+    )

@@ -1,0 +1,163 @@
+"""Sending a set of weights: filled bucket by bucket, hashed beside the sending, over one link or several at once.
+
+Whoever sends has its worker thread run :meth:`Sender.send`: a trainer's source rank, and an engine that gives its
+weights to another. Buffers take turns: while one is on its way, the next bucket is filled into another. A bucket that
+is one large contiguous tensor needs no buffer: it is sent, and hashed, from where it lies.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from asyncsync.buckets import Bucket, Plan
+from asyncsync.digests import Digests, StreamingDigests
+from asyncsync.errors import TransferError
+from asyncsync.packing import hash_bucket, in_place, pack
+from asyncsync.threads import WorkerThread
+from asyncsync.transports.base import Link
+
+IN_FLIGHT = 8
+"""Buckets on their way at the same time, at the most; those that are sent from where they lie need no buffer."""
+
+
+class Filler(Protocol):
+    """Where the bytes of buckets come from. Buckets are asked for in the plan's order."""
+
+    buffers: int
+    """How many bucket buffers it may fill: two, less what it needs for itself."""
+
+    def lying(self, bucket: Bucket, device: str) -> Tensor | None:
+        """The bucket's bytes where they lie, flat uint8 on this type of device; None if a buffer must be filled."""
+        ...
+
+    def expect(self, bucket: Bucket) -> None:
+        """Start what filling this bucket will need: it is the next one. Does not block."""
+        ...
+
+    def fill(self, bucket: Bucket, buffer: Tensor, stop: threading.Event) -> None:
+        """Fill a bucket's buffer: flat uint8, ``bucket.nbytes`` long. Blocks; ``stop`` ends the wait.
+
+        Raises:
+            TransferError: What it needs did not come, or it was stopped.
+        """
+        ...
+
+
+class OwnTensors:
+    """Fills buckets from tensors that lie whole in this process.
+
+    Args:
+        plan: The plan.
+        tensors: All its tensors, in order.
+    """
+
+    buffers = 2
+
+    def __init__(self, plan: Plan, tensors: Sequence[Tensor]) -> None:
+        self._plan = plan
+        self._tensors = tensors
+
+    def lying(self, bucket: Bucket, device: str) -> Tensor | None:
+        return in_place(self._plan, bucket, self._tensors, device)
+
+    def expect(self, bucket: Bucket) -> None:
+        pass
+
+    def fill(self, bucket: Bucket, buffer: Tensor, stop: threading.Event) -> None:
+        pack(self._plan, bucket, self._tensors, buffer)
+
+
+class Sender:
+    """Sends whole sets of weights, one at a time, and keeps its buffers from one to the next.
+
+    Args:
+        hasher: The thread that hashes.
+    """
+
+    def __init__(self, hasher: WorkerThread) -> None:
+        self._hasher = hasher
+        self._buffers: list[Tensor] = []
+
+    def send(self, plan: Plan, filler: Filler, links: Sequence[Link], stop: threading.Event) -> Digests:
+        """Fill, send and hash every bucket: one while others are on their way. Blocks.
+
+        Args:
+            plan: The plan.
+            filler: Where the bytes come from.
+            links: Where they go: every bucket over each of them. All on the same type of device.
+            stop: Ends it, from another thread.
+
+        Raises:
+            TransferError: A bucket did not arrive, or it was stopped.
+        """
+        digests = StreamingDigests(len(plan.specs))
+        device = links[0].device
+        on_the_way: deque[_Sent] = deque()
+        filled = 0
+
+        def wait_for_oldest() -> None:
+            sent = on_the_way.popleft()
+            for link, handle in zip(links, sent.handles, strict=True):
+                wait(link, handle, sent.bucket, stop)
+            sent.hashed.result()
+
+        for bucket, following in itertools.zip_longest(plan.buckets, plan.buckets[1:]):
+            if bucket.index == 0:
+                filler.expect(bucket)
+            if len(on_the_way) == IN_FLIGHT:
+                wait_for_oldest()
+            flat, buffer = filler.lying(bucket, device), None
+            if flat is None:
+                buffer = filled % filler.buffers
+                filled += 1
+                while any(sent.buffer == buffer for sent in on_the_way):
+                    wait_for_oldest()
+                flat = kept(self._buffers, buffer, plan.largest_bucket, device)[: bucket.nbytes]
+                filler.fill(bucket, flat, stop)
+            handles = [link.start_send(flat) for link in links]
+            hashed = self._hasher.submit(hash_bucket, plan, bucket, flat, digests)
+            on_the_way.append(_Sent(bucket, handles, hashed, buffer))
+            if following is not None:
+                filler.expect(following)
+        while on_the_way:
+            wait_for_oldest()
+        return digests.result()
+
+    def forget(self) -> None:
+        """Never use the buffers again: an operation that was abandoned may still read them."""
+        self._buffers = []
+
+
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    bucket: Bucket
+    handles: list[object]
+    hashed: Future[None]
+    buffer: int | None
+
+
+def wait(link: Link, handle: object, bucket: Bucket, stop: threading.Event) -> None:
+    """Wait for a bucket's operation; its error says which bucket it was."""
+    try:
+        link.wait(handle, stop)
+    except TransferError as error:
+        error.bucket = bucket.index
+        raise
+
+
+def kept(buffers: list[Tensor], index: int, nbytes: int, device: str) -> Tensor:
+    """One of several flat uint8 buffers of a size, kept from update to update."""
+    if any(buffer.numel() < nbytes or buffer.device.type != device for buffer in buffers):
+        buffers.clear()  # free the old ones before the new ones are allocated
+    while len(buffers) <= index:
+        buffers.append(torch.empty(nbytes, dtype=torch.uint8, device=device))
+    return buffers[index]
