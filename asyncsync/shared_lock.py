@@ -14,6 +14,9 @@ to waiters that died in its queue. So whoever wants the lock, waiting or holding
   Between the loss and the cancellation a stopped process may still run a few lines: for what must never
   happen twice, hand on ``lease.token``, which only grows, and let the other side refuse an older one
   (fencing).
+* An updater that writes has two leases, each with a life of its own: of a killed one, the next updater waits
+  for both, one after the other, and no longer than a ttl for the two of them. If the outer one is lost, the
+  cancellation reaches the inner body first, and passes through it.
 * Giving up is one message that nobody waits for, so it can be sent from a cancelled task. Ray may overtake:
   a key that was given up stays refused, lest a late request come to own the lock.
 
@@ -44,6 +47,7 @@ from asyncsync.lock import (
     check_reentry,
     check_request,
     requesting_task,
+    side_held,
 )
 
 DEFAULT_LEASE_TTL = 10.0
@@ -107,7 +111,7 @@ class LeaseTable:
 
         Args:
             key: Made up by the client, new for each request.
-            kind: ``"reader"`` or ``"writer"``.
+            kind: ``"reader"``, ``"writer"`` or ``"updater"``.
             holder: Name to show to others.
             timeout: Seconds from the first call until the request fails.
 
@@ -211,7 +215,7 @@ class SharedRolloutLock:
         self._server = server
         self._owns_server = False
         self._closed = False
-        self._tenures: dict[asyncio.Task[Any], _Tenure] = {}
+        self._tenures: dict[tuple[asyncio.Task[Any], Kind], _Tenure] = {}
 
     @classmethod
     async def create(cls, name: str | None = None, lease_ttl: float = DEFAULT_LEASE_TTL) -> SharedRolloutLock:
@@ -260,13 +264,20 @@ class SharedRolloutLock:
         """Have the lock alone. See :meth:`acquire`."""
         return _LeaseEntry(self, "writer", timeout, holder)
 
+    def updater(self, *, timeout: float | None = None, holder: str | None = None) -> AbstractAsyncContextManager[Lease]:
+        """Be the only updater, whoever reads or writes, wherever they run. See :meth:`acquire`.
+
+        To write, take the writer side within it, in this task or another, and give that back first.
+        """
+        return _LeaseEntry(self, "updater", timeout, holder)
+
     async def acquire(self, kind: Kind, *, timeout: float | None = None, holder: str | None = None) -> Lease:
         """Wait for a lease, and release it from any task.
 
         Nothing is cancelled if the lease is lost: look at ``lease.lost``, or better use ``async with``.
 
         Args:
-            kind: ``"reader"`` or ``"writer"``.
+            kind: ``"reader"``, ``"writer"`` or ``"updater"``.
             timeout: Seconds to wait at most, positive and finite; ten minutes if None.
             holder: Name to show to others; the task's name and process id if None.
 
@@ -280,9 +291,9 @@ class SharedRolloutLock:
         if self._closed:
             raise ClosedError(f"{self.name} was closed")
         task = requesting_task()
-        mine = self._tenures.get(task)
+        check_reentry(self.name, kind, self._tenures, task)
+        mine = self._tenures.get((task, kind))
         if mine is not None:
-            check_reentry(self.name, kind, mine.kind, task)
             mine.check()
             mine.uses += 1
             return Lease(mine)
@@ -327,9 +338,11 @@ class SharedRolloutLock:
             return cluster.send(self._server, "release", key)
 
     def holds(self, task: asyncio.Task[Any] | None = None) -> Kind | None:
-        """How ``task``, or else the current one, holds the lock: ``"reader"``, ``"writer"`` or None."""
-        tenure = self._tenures.get(task or requesting_task())
-        return tenure.kind if tenure else None
+        """How ``task``, or else the current one, holds the lock: ``"reader"``, ``"writer"`` or None.
+
+        Being the updater does not count: that keeps nobody from reading or writing.
+        """
+        return side_held(self._tenures, task or requesting_task())
 
     async def status(self) -> LockStatus:
         """Ask the server who holds the lock and who waits; ``str()`` of it is a line to read.
@@ -379,7 +392,7 @@ class Lease:
 
     @property
     def kind(self) -> Kind:
-        """``"reader"`` or ``"writer"``."""
+        """``"reader"``, ``"writer"`` or ``"updater"``."""
         return self._tenure.kind
 
     @property
@@ -443,7 +456,7 @@ class _Tenure:
         self.uses = 1
         self.lost: str | None = None
         self.bodies: list[_LeaseEntry] = []
-        lock._tenures[task] = self
+        lock._tenures[task, kind] = self
         self._loop = asyncio.get_running_loop()
         self._renewing = asyncio.create_task(self._renew(), name=f"{lock.name}: renew {kind} {holder}")
 
@@ -478,8 +491,8 @@ class _Tenure:
             raise loss
 
     def end(self) -> Any:
-        if self.lock._tenures.get(self.task) is self:
-            del self.lock._tenures[self.task]
+        if self.lock._tenures.get((self.task, self.kind)) is self:
+            del self.lock._tenures[self.task, self.kind]
         if not self._loop.is_closed():
             self._renewing.cancel()
         if time.monotonic() >= self.expires and not self.lost:

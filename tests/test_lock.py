@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import random
 import re
+from collections import Counter
+from itertools import product
 from typing import Literal
 
 import anyio
@@ -12,12 +14,12 @@ import anyio.lowlevel
 import pytest
 
 from asyncsync.errors import EventLoopError, LockError, LockTimeoutError
-from asyncsync.lock import Kind, RolloutLock, Waiting
+from asyncsync.lock import KINDS, Kind, RolloutLock, Waiting
 from tests.cancelling import CancelAt
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(20)]
 
-KINDS: tuple[Kind, ...] = ("reader", "writer")
+AGAINST: dict[Kind, Kind] = {"reader": "writer", "writer": "writer", "updater": "updater"}  # who holds it up
 SOON = 2.0  # seconds: nothing here takes long, so a wait that long is a lock that is stuck
 
 
@@ -31,14 +33,17 @@ async def settled() -> None:
     await turns(20)
 
 
+def keepers(lock: RolloutLock) -> list[str]:
+    return [task.get_name() for task in asyncio.all_tasks() if task.get_name().startswith(lock.name)]
+
+
 async def assert_free(lock: RolloutLock) -> None:
-    assert (lock.readers, lock.writer_name, lock.waiting) == (0, None, (0, 0))
+    assert (lock.readers, lock.writer_name, lock.waiting, str(lock.status())) == (0, None, (0, 0), "free")
     for kind in KINDS:
         async with asyncio.timeout(SOON), getattr(lock, kind)(timeout=SOON):
             pass
     await settled()
-    leftover = [task for task in asyncio.all_tasks() if task.get_name().startswith(lock.name)]
-    assert not leftover, "a keeper task was left behind"
+    assert not keepers(lock), "a keeper task was left behind"
 
 
 async def test_readers_share_and_a_writer_is_alone() -> None:
@@ -73,7 +78,62 @@ async def test_readers_share_and_a_writer_is_alone() -> None:
     await assert_free(lock)
 
 
-@pytest.mark.parametrize(("looping", "lone"), [("reader", "writer"), ("writer", "reader")])
+async def test_an_updater_is_alone_among_updaters_whoever_reads_and_writes() -> None:
+    lock = RolloutLock()
+    async with lock.updater(holder="update-1"):
+        second = asyncio.create_task(lock.acquire("updater", holder="update-2"))
+        for kind in ("reader", "writer"):
+            async with asyncio.timeout(SOON):
+                await (await asyncio.create_task(lock.acquire(kind))).release()
+        await settled()
+        assert not second.done()
+        assert (lock.updater_name, lock.status().updater_queue) == ("update-1", ("update-2",))
+    async with asyncio.timeout(SOON):
+        hold = await second
+    assert lock.updater_name == "update-2"
+    await hold.release()
+    await assert_free(lock)
+
+
+@pytest.mark.parametrize("writes", ["itself", "another task"])
+async def test_an_updater_writes_once_the_readers_have_left(writes: str) -> None:
+    lock = RolloutLock()
+    reading = await asyncio.create_task(lock.acquire("reader"))
+    written = asyncio.Event()
+
+    async def write() -> None:
+        async with lock.writer(holder="commit"):
+            assert lock.holds() == "writer"
+            assert (lock.writer_name, lock.updater_name) == ("commit", "update")
+            written.set()
+
+    async def update() -> None:
+        async with lock.updater(holder="update"):
+            assert lock.holds() is None
+            await (write() if writes == "itself" else asyncio.create_task(write()))
+            assert (lock.holds(), lock.updater_name) == (None, "update")
+
+    updating = asyncio.create_task(update())
+    await settled()
+    assert lock.waiting == Waiting(readers=0, writers=1)
+    assert not written.is_set()
+    await reading.release()
+    async with asyncio.timeout(SOON):
+        await updating
+    assert written.is_set()
+    await assert_free(lock)
+
+
+async def test_an_updater_reads_and_then_may_not_write() -> None:
+    lock = RolloutLock()
+    async with lock.updater(), lock.reader():
+        assert (lock.holds(), lock.readers) == ("reader", 1)
+        with pytest.raises(LockError, match="holds the reader side and asks for the writer side"):
+            await lock.acquire("writer")
+    await assert_free(lock)
+
+
+@pytest.mark.parametrize(("looping", "lone"), [("reader", "writer"), ("writer", "reader"), ("updater", "updater")])
 async def test_nobody_starves(looping: Kind, lone: Kind) -> None:
     lock = RolloutLock()
     grants = 0
@@ -116,6 +176,46 @@ async def test_first_come_first_served() -> None:
     assert order == list(range(len(kinds)))
 
 
+async def test_updaters_are_served_as_they_came_apart_from_readers_and_writers() -> None:
+    lock = RolloutLock()
+    order: list[int] = []
+
+    async def update(index: int) -> None:
+        async with lock.updater(holder=f"update-{index}"):
+            await turns(5 - index)
+            async with lock.writer():
+                order.append(index)
+
+    async with lock.updater(), lock.writer():
+        updates = [asyncio.create_task(update(index)) for index in range(5)]
+        others = [asyncio.create_task(lock.acquire(kind, holder=kind)) for kind in ("reader", "writer")]
+        await settled()
+        assert lock.status().updater_queue == tuple(f"update-{index}" for index in range(5))
+        assert lock.status().queue == ("reader", "writer")
+    for other in others:
+        await (await other).release()
+    await asyncio.gather(*updates)
+    assert order == list(range(5))
+
+
+async def test_a_cancelled_waiting_updater_leaves_its_place() -> None:
+    lock = RolloutLock()
+    async with lock.updater():
+        waiting = [asyncio.create_task(lock.acquire("updater", holder=f"update-{index}")) for index in range(3)]
+        await settled()
+        waiting[0].cancel()
+        waiting[1].cancel()
+        await settled()
+        assert lock.status().updater_queue == ("update-2",)
+        assert not waiting[2].done(), "it was let in beside the first"
+        assert len(keepers(lock)) == 2, "that of a cancelled one waits on"
+    async with asyncio.timeout(SOON):
+        await (await waiting[2]).release()
+    assert waiting[0].cancelled()
+    assert waiting[1].cancelled()
+    await assert_free(lock)
+
+
 async def test_a_cancelled_waiting_writer_wakes_the_readers_behind_it() -> None:
     """aiorwlock alone leaves them asleep until the first reader is done."""
     lock = RolloutLock()
@@ -154,7 +254,7 @@ async def test_cancel_at_every_suspension(
     async def cancelled() -> None:
         await CancelAt(use(), at, when)
 
-    hold = await lock.acquire("writer") if contended else None
+    hold = await lock.acquire(AGAINST[kind]) if contended else None
     victim = asyncio.create_task(cancelled())
     await settled()
     behind = [asyncio.create_task(lock.acquire(other)) for other in KINDS]
@@ -220,23 +320,24 @@ async def test_a_cancelled_anyio_scope_does_not_get_in_the_way_of_leaving() -> N
     await assert_free(lock)
 
 
+@pytest.mark.parametrize("kind", ["writer", "updater"])
 @pytest.mark.parametrize("where", ["waiting", "handed over", "body"])
-async def test_a_closed_coroutine_leaves_nothing(where: str) -> None:
+async def test_a_closed_coroutine_leaves_nothing(where: str, kind: Kind) -> None:
     """``GeneratorExit`` allows no await: neither the wait nor the exit may need one."""
     lock = RolloutLock()
 
     async def use() -> None:
-        async with lock.writer():
+        async with getattr(lock, kind)():
             await asyncio.Event().wait()
 
-    hold = await asyncio.create_task(lock.acquire("reader"))
+    hold = await asyncio.create_task(lock.acquire(AGAINST[kind]))
     coroutine = use()
     coroutine.send(None)
     await settled()
     if where != "waiting":
         await hold.release()
         await settled()
-        assert lock.writer_name is not None
+        assert (lock.writer_name or lock.updater_name) is not None
     if where == "body":
         coroutine.send(None)
     coroutine.close()
@@ -259,13 +360,13 @@ async def test_a_failing_body_raises_its_own_error(kind: Kind) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 async def test_a_timeout_names_the_holder_and_the_queue(kind: Kind) -> None:
     lock = RolloutLock("weights")
-    hold = await asyncio.create_task(lock.acquire("writer", holder="update-7"))
+    hold = await asyncio.create_task(lock.acquire(AGAINST[kind], holder="update-7"))
     with pytest.raises(LockTimeoutError) as caught:
         await lock.acquire(kind, timeout=0.01, holder="impatient")
     assert isinstance(caught.value, TimeoutError)
     assert re.search(rf"weights: impatient was not given the {kind} side within 0.01 s", str(caught.value))
-    assert re.search(rf"writer update-7 for 0\.\d\d s; waiting: 1 {kind}", str(caught.value))
-    assert lock.waiting == (0, 0)
+    assert re.search(rf"{AGAINST[kind]} update-7 for 0\.\d\d s; waiting: 1 {kind}", str(caught.value))
+    assert (lock.waiting, lock.status().updater_queue) == ((0, 0), ())
     await hold.release()
     await assert_free(lock)
 
@@ -278,16 +379,17 @@ async def test_a_timeout_is_positive_and_finite(timeout: float) -> None:
     with pytest.raises(ValueError, match="positive, finite"):
         async with lock.writer(timeout=timeout):
             pass
-    with pytest.raises(ValueError, match="'reader' or 'writer'"):
+    with pytest.raises(ValueError, match="'reader', 'writer' or 'updater'"):
         await lock.acquire("both")  # type: ignore[arg-type]
 
 
-async def test_timed_out_in_the_turn_of_the_hand_over() -> None:
+@pytest.mark.parametrize("kind", ["writer", "updater"])
+async def test_timed_out_in_the_turn_of_the_hand_over(kind: Kind) -> None:
     """Whichever comes first counts, and nothing leaks: the timer is fired by hand in every turn."""
     for turn in range(8):
         lock = RolloutLock()
-        hold = await asyncio.create_task(lock.acquire("writer"))
-        waiter = asyncio.create_task(lock.acquire("writer"))
+        hold = await asyncio.create_task(lock.acquire(kind))
+        waiter = asyncio.create_task(lock.acquire(kind))
         await settled()
         (grant,) = lock._queue
         await hold.release()
@@ -301,14 +403,17 @@ async def test_timed_out_in_the_turn_of_the_hand_over() -> None:
 
 
 async def test_a_task_that_would_wait_for_itself_is_refused() -> None:
+    """Or for an updater that would wait for it: who reads or writes may not ask to update."""
     lock = RolloutLock("weights")
-    for held, wanted in (("reader", "writer"), ("writer", "reader"), ("writer", "writer")):
+    granted = {("reader", "reader"), ("updater", "reader"), ("updater", "writer")}
+    for held, wanted in set(product(KINDS, KINDS)) - granted:
         async with getattr(lock, held)():
-            assert lock.holds() == held
-            with pytest.raises(LockError, match=f"holds it as a {held} and asks for it as a {wanted}"):
+            holds = None if held == "updater" else held
+            assert lock.holds() == holds
+            with pytest.raises(LockError, match=f"holds the {held} side and asks for the {wanted} side: .* itself"):
                 async with getattr(lock, wanted)():
                     pass
-            assert lock.holds() == held
+            assert lock.holds() == holds
         assert lock.holds() is None
     await assert_free(lock)
 
@@ -431,23 +536,48 @@ async def test_repr_names_holders_and_queue() -> None:
     await assert_free(lock)
 
 
+async def test_repr_names_the_updater_beside_the_others() -> None:
+    lock = RolloutLock("weights")
+    hold = await lock.acquire("updater", holder="update-7")
+    waiters = [asyncio.create_task(lock.acquire("updater")) for _ in range(2)]
+    await settled()
+    assert re.fullmatch(r"<RolloutLock 'weights': updater update-7 for \d\.\d\d s; waiting: 2 updaters>", repr(lock))
+    assert repr(hold) == "<Hold of 'weights': updater update-7>"
+    async with lock.writer(holder="commit"):
+        reader = asyncio.create_task(lock.acquire("reader"))
+        await settled()
+        held = r"writer commit for \d\.\d\d s, updater update-7 for \d\.\d\d s"
+        assert re.fullmatch(rf"<RolloutLock 'weights': {held}; waiting: 1 reader, 2 updaters>", repr(lock))
+        status = lock.status()
+        assert (status.kind, status.holders, status.updater) == ("writer", ("commit",), "update-7")
+        assert status.updater_for >= status.held_for > 0
+    await hold.release()
+    for waiter in (reader, *waiters):
+        await (await waiter).release()
+    await assert_free(lock)
+
+
 @pytest.mark.parametrize("seed", range(12))
 async def test_random_use_never_mixes_readers_and_writers(seed: int) -> None:
     chance = random.Random(seed)
     lock = RolloutLock()
-    readers = writers = served = 0
+    inside: Counter[Kind] = Counter()
+    served = 0
 
     async def use(kind: Kind, work: int, timeout: float) -> None:
-        nonlocal readers, writers, served
+        nonlocal served
         async with getattr(lock, kind)(timeout=timeout):
-            readers, writers = readers + (kind == "reader"), writers + (kind == "writer")
+            inside[kind] += 1
             try:
                 for _ in range(work):
-                    assert (writers == 0) if kind == "reader" else (writers, readers) == (1, 0)
+                    assert inside[kind] == 1 or kind == "reader"
+                    assert kind == "updater" or not (inside["reader"] and inside["writer"])
                     await asyncio.sleep(0)
+                if kind == "updater" and work % 2:
+                    await use("writer", work, timeout)
                 served += 1
             finally:
-                readers, writers = readers - (kind == "reader"), writers - (kind == "writer")
+                inside[kind] -= 1
 
     async def use_in_a_scope(kind: Kind, work: int, timeout: float, cancelled_after: int) -> None:
         async def cancel_later() -> None:

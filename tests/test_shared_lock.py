@@ -10,9 +10,10 @@ import re
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -22,13 +23,13 @@ import pytest
 
 from asyncsync import cluster
 from asyncsync.errors import ClosedError, LockError, LockTimeoutError
-from asyncsync.lock import Kind
+from asyncsync.lock import KINDS, Kind
 from asyncsync.shared_lock import LeaseTable, SharedRolloutLock
 
 pytestmark = pytest.mark.asyncio
 
 T = TypeVar("T")
-KINDS: tuple[Kind, ...] = ("reader", "writer")
+AGAINST: dict[Kind, Kind] = {"reader": "writer", "writer": "writer", "updater": "updater"}  # who holds it up
 SOON = 5.0  # seconds: a wait that long is a lock that is stuck
 TTL = 1.0  # seconds, of the locks served by Ray
 
@@ -74,6 +75,42 @@ async def test_leases_exclude_each_other_and_tokens_grow(table: LeaseTable) -> N
     async with asyncio.timeout(SOON):
         assert await waiting == first + 1
     assert not await table.release("a"), "released before"
+
+
+async def test_one_updater_at_a_time_whoever_reads_and_writes(table: LeaseTable) -> None:
+    first = await table.acquire("a", "updater", "A", 60)
+    second = asyncio.create_task(table.acquire("b", "updater", "B", 60))
+    await table.acquire("r", "reader", "R", 60)
+    await table.release("r")
+    writer = await table.acquire("w", "writer", "A", 60)
+    await settled()
+    assert not second.done()
+    assert first is not None
+    assert writer == first + 2
+    assert re.fullmatch(r"writer A for .*, updater A for \d\.\d\d s; waiting: 1 updater", str(await table.status()))
+    assert await table.release("w")
+    assert await table.release("a")
+    async with asyncio.timeout(SOON):
+        assert await second == writer + 1
+    assert (await table.status()).updater == "B"
+
+
+async def test_an_updater_that_is_not_heard_is_in_nobodys_way(table: LeaseTable, clock: Clock) -> None:
+    """Nor is the writer that it was: the two leases end with it, each a ttl after it was last heard."""
+    await table.acquire("update", "updater", "dead", 60)
+    clock.now += 1
+    await table.acquire("commit", "writer", "dead", 60)
+    clock.now += 5
+    second = asyncio.create_task(table.acquire("b", "updater", "B", 60))
+    await settled()
+    clock.now += 4
+    table.expire()
+    async with asyncio.timeout(SOON):
+        assert await second is not None
+    assert (await table.status()).holders == ("dead",)
+    clock.now += 1
+    async with asyncio.timeout(SOON):
+        assert await table.acquire("w", "writer", "B", 60) is not None
 
 
 async def test_a_lease_ends_a_ttl_after_it_was_last_heard(table: LeaseTable, clock: Clock) -> None:
@@ -202,7 +239,7 @@ def local_lock(ttl: float = 0.3) -> SharedRolloutLock:
 async def assert_free(lock: SharedRolloutLock) -> None:
     await settled()
     status = await lock.status()
-    assert (status.kind, status.queue) == (None, ())
+    assert str(status) == "free"
     assert lock._tenures == {}
 
 
@@ -231,6 +268,29 @@ async def test_the_same_calls_as_the_lock_in_one_process() -> None:
     await lock.aclose()
     with pytest.raises(ClosedError):
         await lock.acquire("reader")
+
+
+async def test_an_updater_writes_within_and_asks_for_nothing_twice() -> None:
+    lock = local_lock()
+    async with lock.updater(holder="U") as update:
+        assert (update.kind, lock.holds()) == ("updater", None)
+        with pytest.raises(LockError, match=r"holds the updater side and asks for the updater side.*wait for itself"):
+            await lock.acquire("updater")
+        async with lock.writer(holder="W") as commit:
+            assert commit.token > update.token
+            assert lock.holds() == "writer"
+            assert repr(lock) == "<SharedRolloutLock 'shared': updater U, writer W held by this object>"
+        assert repr(lock) == "<SharedRolloutLock 'shared': updater U held by this object>"
+        other = asyncio.create_task(lock.acquire("writer"))  # another task of the updater's
+        async with asyncio.timeout(SOON):
+            await (await other).release()
+        late = asyncio.create_task(lock.acquire("updater", timeout=0.02, holder="late"))
+        with pytest.raises(LockTimeoutError, match=r"late was not given the updater side within 0.02 s.*updater U for"):
+            await late
+    async with lock.writer():
+        with pytest.raises(LockError, match="holds the writer side and asks for the updater side"):
+            await lock.acquire("updater")
+    await assert_free(lock)
 
 
 async def test_a_copy_holds_nothing() -> None:
@@ -264,7 +324,7 @@ async def test_cancel_at_every_turn(kind: Kind, turn: int, contended: bool, scop
             async with getattr(lock, kind)():
                 await asyncio.sleep(0)
 
-    hold = await asyncio.create_task(lock.acquire("writer")) if contended else None
+    hold = await asyncio.create_task(lock.acquire(AGAINST[kind])) if contended else None
     victim = asyncio.create_task(use())
     if hold is not None:
         await settled()
@@ -295,15 +355,16 @@ async def test_a_closed_coroutine_gives_its_lease_back() -> None:
     await assert_free(lock)
 
 
-async def test_a_lost_lease_cancels_the_body() -> None:
+@pytest.mark.parametrize("kind", ["writer", "updater"])
+async def test_a_lost_lease_cancels_the_body(kind: Kind) -> None:
     lock = local_lock()
 
     async def use() -> None:
-        async with asyncio.timeout(SOON), lock.writer():
+        async with asyncio.timeout(SOON), getattr(lock, kind)():
             lock._server.end_leases()
             await asyncio.Event().wait()
 
-    with pytest.raises(LockError, match="lost its writer lease 1: it had ended at the server") as caught:
+    with pytest.raises(LockError, match=f"lost its {kind} lease 1: it had ended at the server") as caught:
         await use()
     assert "Another may hold the lock now" in str(caught.value)
     assert isinstance(caught.value.__cause__, asyncio.CancelledError)
@@ -327,6 +388,33 @@ async def test_a_lost_lease_cancels_the_inner_body_and_both_end() -> None:
     with pytest.raises(LockError, match="lost its reader lease"):
         await use()
     assert "could not be renewed in time" in str(inner[0])
+
+
+@pytest.mark.parametrize("lost", ["updater", "writer", "both"])
+async def test_an_updater_that_writes_is_cancelled_whichever_lease_it_loses(lost: str) -> None:
+    lock = local_lock()
+    cut = False
+
+    async def use() -> None:
+        nonlocal cut
+        async with asyncio.timeout(SOON), lock.updater():
+            update = set(lock._server.table._requests)
+            async with lock.writer():
+                both = set(lock._server.table._requests)
+                for key in {"updater": update, "writer": both - update, "both": both}[lost]:
+                    lock._server.table._end(key)
+                try:
+                    await asyncio.Event().wait()
+                except asyncio.CancelledError:
+                    cut = True
+                    raise
+
+    match = {"updater": "its updater lease 1", "writer": "its writer lease 2", "both": "lost its"}[lost]
+    with pytest.raises(LockError, match=match):
+        await use()
+    assert cut
+    assert asyncio.current_task().cancelling() == 0  # type: ignore[union-attr]
+    await assert_free(lock)
 
 
 async def test_an_error_of_the_body_comes_out_as_it_is() -> None:
@@ -400,7 +488,7 @@ async def test_a_lease_without_a_body_says_that_it_is_lost() -> None:
     lease = await lock.acquire("writer")
     lock._server.end_leases()
     async with asyncio.timeout(SOON):
-        await asyncio.wait({lock._tenures[asyncio.current_task()]._renewing})  # type: ignore[index]
+        await asyncio.wait({tenure._renewing for tenure in lock._tenures.values()})
     assert lease.lost == "it had ended at the server"
     with pytest.raises(LockError, match="lost its writer lease"):
         await lease.release()
@@ -421,19 +509,23 @@ async def test_random_use_over_messages_that_overtake_each_other(seed: int) -> N
     chance = random.Random(seed)
     lock = local_lock(ttl=30)
     lock._server.delays = lambda: chance.randrange(8)
-    readers = writers = served = 0
+    inside: Counter[Kind] = Counter()
+    served = 0
 
     async def use(kind: Kind, work: int) -> None:
-        nonlocal readers, writers, served
+        nonlocal served
         async with getattr(lock, kind)(timeout=SOON):
-            readers, writers = readers + (kind == "reader"), writers + (kind == "writer")
+            inside[kind] += 1
             try:
                 for _ in range(work):
-                    assert (writers == 0) if kind == "reader" else (writers, readers) == (1, 0)
+                    assert inside[kind] == 1 or kind == "reader"
+                    assert kind == "updater" or not (inside["reader"] and inside["writer"])
                     await asyncio.sleep(0)
+                if kind == "updater" and work % 2:
+                    await use("writer", work)
                 served += 1
             finally:
-                readers, writers = readers - (kind == "reader"), writers - (kind == "writer")
+                inside[kind] -= 1
 
     tasks: list[asyncio.Task[None]] = []
     for _ in range(80):
@@ -464,24 +556,28 @@ def client_class() -> type:
         async def pid(self) -> int:
             return os.getpid()
 
-        async def turns(self, lock: SharedRolloutLock, count: int) -> list[tuple[int, float, float]]:
+        async def turns(self, lock: SharedRolloutLock, kind: Kind, count: int) -> list[tuple[int, float, float]]:
             """Take the lock ``count`` times; token, entered and left on the system's monotonic clock."""
             spans = []
             for _ in range(count):
-                async with lock.writer(timeout=SOON) as lease:
+                async with getattr(lock, kind)(timeout=SOON) as lease:
                     entered = time.monotonic()
                     await asyncio.sleep(0.001)
                     spans.append((lease.token, entered, time.monotonic()))
             return spans
 
-        async def hold(self, lock: SharedRolloutLock, kind: Kind, holder: str) -> str:
-            """Hold the lock until the lease is lost; the error's text."""
+        async def hold(self, lock: SharedRolloutLock, kinds: list[Kind], holder: str) -> str:
+            """Hold these sides, each within the one before, until a lease is lost; the error's text."""
             try:
-                async with getattr(lock, kind)(holder=holder, timeout=30):
+                async with AsyncExitStack() as stack:
+                    for kind in kinds:
+                        await stack.enter_async_context(getattr(lock, kind)(holder=holder, timeout=30))
                     self.inside.set()
                     await asyncio.Event().wait()
             except LockError as error:
                 return f"{type(error).__name__}: {error}"
+            finally:
+                self.inside.clear()
             return "left"
 
         async def wait_inside(self) -> None:
@@ -521,18 +617,34 @@ def clients(ray_cluster: None) -> Iterator[list[tuple[Any, int]]]:
         run_apart(cluster.kill_actor(client))
 
 
+async def take(lock: SharedRolloutLock, kinds: list[Kind]) -> list[int]:
+    """Enter these sides, each within the one before, and leave; their tokens."""
+    async with AsyncExitStack() as stack:
+        entries = [getattr(lock, kind)(timeout=SOON) for kind in kinds]
+        return [(await stack.enter_async_context(entry)).token for entry in entries]
+
+
+async def queue(lock: SharedRolloutLock) -> tuple[str, ...]:
+    status = await lock.status()
+    return status.queue + status.updater_queue
+
+
 async def waiting_for(lock: SharedRolloutLock, count: int) -> None:
-    """Ask until ``count`` wait in the server's queue."""
+    """Ask until ``count`` wait in the server's queues."""
     async with asyncio.timeout(SOON):
-        while len((await lock.status()).queue) != count:  # noqa: ASYNC110 - it is another process that knows
+        while len(await queue(lock)) != count:  # noqa: ASYNC110 - it is another process that knows
             await asyncio.sleep(0.01)
 
 
 @pytest.mark.ray
-async def test_processes_exclude_each_other(shared_lock: SharedRolloutLock, clients: list[tuple[Any, int]]) -> None:
+@pytest.mark.parametrize("kind", ["writer", "updater"])
+async def test_processes_exclude_each_other(
+    shared_lock: SharedRolloutLock, clients: list[tuple[Any, int]], kind: Kind
+) -> None:
     lock = shared_lock
     spans = await asyncio.gather(
-        *(cluster.call(client, "turns", lock, 15) for client, _ in clients), client_class()().turns(lock, 15)
+        *(cluster.call(client, "turns", lock, kind, 15) for client, _ in clients),
+        client_class()().turns(lock, kind, 15),
     )
     ordered = sorted(span for part in spans for span in part)
     assert len(ordered) == 45
@@ -542,48 +654,49 @@ async def test_processes_exclude_each_other(shared_lock: SharedRolloutLock, clie
 
 
 @pytest.mark.ray
-async def test_a_killed_holder_and_a_killed_waiter_let_go(shared_lock: SharedRolloutLock) -> None:
+@pytest.mark.parametrize("kinds", [["writer"], ["updater", "writer"]], ids="-".join)
+async def test_a_killed_holder_and_a_killed_waiter_let_go(shared_lock: SharedRolloutLock, kinds: list[Kind]) -> None:
     lock = shared_lock
     (holder, holder_pid), (waiter, waiter_pid) = await asyncio.gather(start_client(), start_client())
     before = await lock.acquire("writer")
     await before.release()
 
-    cluster.send(holder, "hold", lock, "writer", "doomed holder")
+    cluster.send(holder, "hold", lock, kinds, "doomed holder")
     await cluster.call(holder, "wait_inside")
-    cluster.send(waiter, "hold", lock, "writer", "doomed waiter")
+    cluster.send(waiter, "hold", lock, kinds, "doomed waiter")
     await waiting_for(lock, 1)
-    next_one = asyncio.create_task(lock.acquire("writer", timeout=SOON))
+    next_one = asyncio.create_task(take(lock, kinds))
     await waiting_for(lock, 2)
-    assert (await lock.status()).queue[0] == "doomed waiter"
+    assert (await queue(lock))[0] == "doomed waiter"
 
     killed = time.monotonic()
     os.kill(waiter_pid, signal.SIGKILL)
     os.kill(holder_pid, signal.SIGKILL)
-    lease = await next_one
+    tokens = await next_one
     # Both were last heard before they were killed: no more than one ttl for the two of them together.
     assert time.monotonic() - killed < 1.6 * TTL
-    assert lease.token > before.token
-    await lease.release()
-    assert (await lock.status()).kind is None
+    assert tokens[0] > before.token
+    assert str(await lock.status()) == "free"
 
 
 @pytest.mark.ray
+@pytest.mark.parametrize("kind", ["writer", "updater"])
 async def test_a_stopped_holder_learns_that_it_lost_the_lease(
-    shared_lock: SharedRolloutLock, clients: list[tuple[Any, int]]
+    shared_lock: SharedRolloutLock, clients: list[tuple[Any, int]], kind: Kind
 ) -> None:
     lock = shared_lock
     client, pid = clients[0]
-    outcome = cluster.send(client, "hold", lock, "writer", "sleeper")
+    outcome = cluster.send(client, "hold", lock, [kind], "sleeper")
     await cluster.call(client, "wait_inside")
     os.kill(pid, signal.SIGSTOP)
     try:
         async with asyncio.timeout(SOON):
-            lease = await lock.acquire("writer", timeout=SOON)
+            lease = await lock.acquire(kind, timeout=SOON)
     finally:
         os.kill(pid, signal.SIGCONT)
     async with asyncio.timeout(SOON):
         text = await outcome
-    assert text.startswith("LockError: shared rollout lock: sleeper lost its writer lease")
+    assert text.startswith(f"LockError: shared rollout lock: sleeper lost its {kind} lease")
     assert lease.lost is None
     await lease.release()
 
