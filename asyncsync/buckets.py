@@ -334,8 +334,9 @@ def refuse_rivals(parts: Sequence[Sequence[TensorSpec]]) -> None:
                 if (owner := owners.setdefault(name, source)) != source:
                     claims.setdefault((owner, source), []).append(name)
     if claims:
-        found = (f"sources {one} and {other} both send {list_names(names)}" for (one, other), names in claims.items())
-        names = sorted(name for rivals in claims.values() for name in rivals)
+        rivals = sorted(claims.items())
+        found = (f"sources {one} and {other} both send {list_names(names)}" for (one, other), names in rivals)
+        names = sorted(name for claimed in claims.values() for name in claimed)
         raise PlanError(f"a tensor must have one source: {'; '.join(found)}", names=names)
 
 

@@ -105,6 +105,10 @@ class TransferError(WeightUpdateError):
         self.bucket = bucket
 
 
+class LinkLostError(TransferError):
+    """A link broke, or its other end has left: mostly the consequence of what happened there."""
+
+
 class TrainerError(WeightUpdateError):
     """The trainer failed at its part of the update; its own error is the ``__cause__``."""
 

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Collection, Mapping
+from collections.abc import Awaitable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from asyncsync.errors import LinkLostError
 from asyncsync.shield import CLEANUP_TIMEOUT, shielded
 
 K = TypeVar("K")
 T = TypeVar("T")
 
 
+GRACE = 0.3
+"""Seconds that the cause of a lost link may take to be heard."""
+
+
 async def race(calls: Mapping[K, Awaitable[T]]) -> dict[K, T]:
     """Run calls together; the first to fail ends the others, and its error is raised as it is (R5).
+
+    A lost link is mostly heard before the failure at its other end that it comes from: then the others have
+    :data:`GRACE` seconds to tell the cause, and that is raised.
 
     Cancelled, it cancels every call and waits until each has ended.
     """
@@ -29,11 +37,22 @@ async def race(calls: Mapping[K, Awaitable[T]]) -> dict[K, T]:
     try:
         if tasks:
             await asyncio.wait(tasks.values(), return_when=asyncio.FIRST_EXCEPTION)
+            await _wait_for_cause(failures, tasks.values())
     finally:
         await end(tasks.values())
     if failures:
-        raise failures[0]
+        raise next((each for each in failures if not isinstance(each, LinkLostError)), failures[0])
     return {key: task.result() for key, task in tasks.items()}
+
+
+async def _wait_for_cause(failures: Sequence[BaseException], tasks: Iterable[asyncio.Future[Any]]) -> None:
+    deadline = asyncio.get_running_loop().time() + GRACE
+    while failures and all(isinstance(failure, LinkLostError) for failure in failures):
+        running = [task for task in tasks if not task.done()]
+        left = deadline - asyncio.get_running_loop().time()
+        if not running or left <= 0:
+            return
+        await asyncio.wait(running, timeout=left, return_when=asyncio.FIRST_EXCEPTION)
 
 
 async def settle(calls: Mapping[K, Awaitable[T]]) -> dict[K, T | Exception]:

@@ -71,7 +71,7 @@ class Member:
             raise
         except TransferError as error:
             # The bytes did not come: whose fault that is, this end cannot know.
-            failed = TransferError(f"{self.name}: {error}")
+            failed = type(error)(f"{self.name}: {error}")
             failed.bucket = error.bucket
             raise failed from error
         except (PlanError, ConnectError) as error:

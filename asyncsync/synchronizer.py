@@ -219,9 +219,7 @@ class WeightSynchronizer:
             LockError: Called inside :meth:`generation`, it would wait for itself.
             ClosedError: The synchronizer was closed, before or meanwhile.
         """
-        self._check_usable()
-        if self._lock.holds() is not None:
-            raise LockError("update_weights() inside generation() would wait for itself: leave generation() first")
+        self._check_not_reading("update_weights")
         return await self._updates.request()
 
     @asynccontextmanager
@@ -256,7 +254,7 @@ class WeightSynchronizer:
             TrainerError: The trainer failed.
             MembershipError: There are no engines, or the function that was given for them failed.
         """
-        self._check_usable()
+        self._check_not_reading("connect")
         async with self._turn() as clock:
             async with self._trainer_ready(clock):
                 fleet = await self._reconcile(clock)
@@ -288,7 +286,7 @@ class WeightSynchronizer:
             EngineError: It failed.
             WeightUpdateTimeoutError: No update came that it had to wait for.
         """
-        self._check_usable()
+        self._check_not_reading("add_engine")
         member = self._membership.add(engine)
         try:
             await Fleet([member]).describe(self._policy)
@@ -309,7 +307,7 @@ class WeightSynchronizer:
         Raises:
             MembershipError: It is none of the engines, or a function was given for them.
         """
-        self._check_usable()
+        self._check_not_reading("remove_engine")
         member = self._membership.remove(engine)
         if self._attempt is not None and member in self._attempt.fleet.members:
             try:
@@ -392,10 +390,7 @@ class WeightSynchronizer:
             clock = UpdateClock(self._timeout, self._membership.silent)
             with clock.measure("queue"):
                 try:
-                    if hasattr(self._lock, "updater"):
-                        await stack.enter_async_context(
-                            self._lock.updater(timeout=clock.limit("queue"), holder="a synchronizer")
-                        )
+                    await stack.enter_async_context(self._lock.updater(timeout=clock.limit("queue")))
                 except LockTimeoutError as error:
                     raise WeightUpdateTimeoutError(f"another synchronizer did not end in time: {error}") from error
             yield clock
@@ -638,6 +633,11 @@ class WeightSynchronizer:
             self._loop = loop
         if self._loop is not loop:
             raise EventLoopError("a WeightSynchronizer belongs to the event loop that first used it, not to this one")
+
+    def _check_not_reading(self, what: str) -> None:
+        self._check_usable()
+        if self._lock.holds() is not None:
+            raise LockError(f"{what}() inside generation() would wait for itself: leave generation() first")
 
     def _check_version(self) -> int:
         if self._version is None:

@@ -34,6 +34,7 @@ class ToldEngine(asyncsync.ModuleEngine):
     def __init__(self, module: nn.Module, *, staged: bool = True, calls: list[str] | None = None) -> None:
         super().__init__(module, staged=staged)
         self.calls = calls if calls is not None else []
+        self.joined: list[int] = []  # the source of every group it was asked to join
         self.before: dict[str, When] = {}
         self.after: dict[str, When] = {}
 
@@ -57,6 +58,7 @@ class ToldEngine(asyncsync.ModuleEngine):
         await self._told("accept_layout", super().accept_layout(layout))
 
     async def open_group(self, rendezvous: Rendezvous) -> Contacts:
+        self.joined.append(rendezvous.source)
         return await self._told("open_group", super().open_group(rendezvous))  # type: ignore[no-any-return]
 
     async def join_group(self, connection: str, contacts: Contacts) -> None:
@@ -73,6 +75,9 @@ class ToldEngine(asyncsync.ModuleEngine):
 
     async def resume_generation(self, epoch: int) -> None:
         await self._told("resume_generation", super().resume_generation(epoch))
+
+    async def give_weights(self, order: UpdateOrder) -> EngineReceipt:
+        return await self._told("give_weights", super().give_weights(order))  # type: ignore[no-any-return]
 
 
 def failing(error: Exception) -> When:

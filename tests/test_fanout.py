@@ -8,7 +8,7 @@ import anyio
 import pytest
 
 from asyncsync.clock import UpdateClock
-from asyncsync.errors import TransferError, WeightUpdateTimeoutError
+from asyncsync.errors import LinkLostError, TransferError, WeightUpdateTimeoutError
 from asyncsync.fanout import race, settle
 
 pytestmark = pytest.mark.asyncio
@@ -104,3 +104,19 @@ async def test_an_error_that_leaves_a_phase_knows_its_name() -> None:
     with pytest.raises(TransferError) as caught, clock.phase("transfer"):
         raise TransferError("lost", bucket=3)
     assert (caught.value.phase, caught.value.bucket) == ("transfer", 3)
+
+
+async def test_a_lost_link_waits_for_the_failure_it_comes_from() -> None:
+    cause = OSError("the disk is full")
+    with pytest.raises(OSError, match="disk"):
+        await race({1: value(1), 2: Calls().fail(LinkLostError("gone")), 3: Calls().fail(cause, turns=3)})
+    with pytest.raises(LinkLostError, match="first"):
+        await race({1: Calls().fail(LinkLostError("first")), 2: Calls().fail(LinkLostError("second"), turns=2)})
+
+
+async def test_a_lost_link_whose_cause_is_never_heard_is_raised_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncsync.fanout.GRACE", 0.05)
+    calls = Calls()
+    with pytest.raises(LinkLostError, match="gone"):
+        await race({1: calls.hang("x"), 2: calls.fail(LinkLostError("gone"))})
+    assert calls.cancelled == ["x"]

@@ -35,7 +35,7 @@ class Link(Protocol):
             stop: Ends the wait within some 20 ms, from another thread; so does closing the link.
 
         Raises:
-            TransferError: They have not, and nothing that is started on this link later can be trusted.
+            LinkLostError: They have not, and nothing that is started on this link later can be trusted.
         """
         ...
 

@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 from torch.distributed import BroadcastOptions, ProcessGroup, Work
 
-from asyncsync.errors import ConnectError, TransferError
+from asyncsync.errors import ConnectError, LinkLostError, TransferError
 from asyncsync.messages import PROTOCOL_VERSION, Contacts, Rendezvous
 from asyncsync.transports.meeting import MeetingStore
 
@@ -215,10 +215,10 @@ class BroadcastLink:
         try:
             while not self._wait_a_little(handle, stop):
                 if stop.is_set() or self._group is None:
-                    raise TransferError("a broadcast was stopped")
+                    raise LinkLostError("a broadcast was stopped")
         except RuntimeError as error:
             self._ended(handle)
-            raise TransferError(f"a broadcast failed: {error}") from error
+            raise LinkLostError(f"a broadcast failed: {error}") from error
         self._ended(handle)
 
     def _wait_a_little(self, work: Work, stop: threading.Event) -> bool:

@@ -1,0 +1,498 @@
+"""Engines that join, leave and are restarted: in one process, over real gloo groups, with real bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import asyncsync
+from asyncsync import EngineError, EngineState, MembershipError, PlanError, WeightSynchronizer
+from asyncsync.connection import MAX_COHORTS
+from asyncsync.messages import PEER, EngineStatus
+from tests.cancelling import CancelAt
+from tests.engines import ToldEngine, change, failing, hanging, holds, synced, zoo
+from tests.sample import Zoo, contents
+
+pytestmark = pytest.mark.asyncio
+
+BOTH = pytest.mark.parametrize("staged", [True, False], ids=["staged", "in place"])
+
+
+def restart(engine: ToldEngine, seed: int, *, staged: bool = True) -> None:
+    """Make it what Ray makes of an actor whose process died: the same handle, other bytes, no groups, no version."""
+    for seat in engine._seats.values():
+        seat.close()
+    engine.__init__(zoo(seed), staged=staged)  # type: ignore[misc]
+
+
+# -- joining ---------------------------------------------------------------------------------------------------------
+
+
+@BOTH
+async def test_a_joiner_gets_the_published_version_though_the_trainer_has_moved_on(staged: bool) -> None:
+    async with synced(staged=staged, count=3) as (trainer, engines, synchronizer):
+        await synchronizer.update_weights()
+        published = contents(trainer)
+        change(trainer)
+        for engine in engines:
+            engine.calls.clear()
+            engine.joined.clear()
+        joiner = ToldEngine(zoo(60), staged=staged)
+        await synchronizer.add_engine(joiner)
+        assert contents(joiner.module) == published
+        assert joiner.weight_version == synchronizer.weight_version == 1
+        assert synchronizer.ready_engines == (*engines, joiner)
+        async with joiner.generating() as version:
+            assert version == 1
+        assert not {"pause_generation", "receive_weights", "accept_layout"} & set(engines[0].calls), "they generate on"
+        assert [engine.joined for engine in engines] == [[PEER], [], []], "one gives, the others are not touched"
+        update = await synchronizer.update_weights()
+        assert [outcome.state for outcome in update.outcomes] == [EngineState.UPDATED] * 4
+        assert all(holds(engine, trainer) for engine in (*engines, joiner))
+        assert [engine.joined for engine in engines] == [[PEER], [], []], "only the joiner was connected"
+        assert joiner.joined == [PEER, 0]
+
+
+async def test_engines_generate_on_while_one_of_them_gives_its_weights() -> None:
+    async with synced(count=1) as (_, (engine,), synchronizer):
+        await synchronizer.update_weights()
+        giving, read = asyncio.Event(), asyncio.Event()
+
+        async def wait_for_a_reader() -> None:
+            giving.set()
+            await read.wait()
+
+        engine.before["give_weights"] = wait_for_a_reader
+        adding = asyncio.create_task(synchronizer.add_engine(ToldEngine(zoo(60))))
+        await giving.wait()
+        async with synchronizer.generation() as version, engine.generating() as served:
+            assert version == served == 1
+            read.set()
+        await adding
+
+
+async def test_an_update_does_not_wait_for_a_joiner_but_takes_it_along() -> None:
+    async with synced(count=2) as (trainer, _, synchronizer):
+        await synchronizer.update_weights()
+        joiner, caught_up_in = ToldEngine(zoo(60)), asyncio.Event()
+
+        async def hang() -> None:
+            caught_up_in.set()
+            await asyncio.Event().wait()
+
+        joiner.before["receive_weights"] = hang
+        adding = asyncio.create_task(synchronizer.add_engine(joiner))
+        await caught_up_in.wait()
+        change(trainer)
+        update = await synchronizer.update_weights()
+        assert [outcome.state for outcome in update.outcomes] == [EngineState.UPDATED] * 3
+        await adding
+        assert holds(joiner, trainer)
+        assert joiner.weight_version == 2
+
+
+async def test_many_join_at_once_and_an_update_comes_between() -> None:
+    async with synced(count=1) as (trainer, engines, synchronizer):
+        await synchronizer.update_weights()
+        change(trainer)
+        joiners = [ToldEngine(zoo(60 + index)) for index in range(5)]
+        async with asyncio.TaskGroup() as group:
+            for joiner in joiners:
+                group.create_task(synchronizer.add_engine(joiner))
+            await asyncio.sleep(0)
+            update = group.create_task(synchronizer.update_weights())
+        assert update.result().version == 2
+        assert set(synchronizer.ready_engines) == {*engines, *joiners}
+        assert all(holds(engine, trainer) for engine in (*engines, *joiners))
+
+
+async def test_engines_that_join_one_by_one_end_in_few_groups_and_each_holds_every_update() -> None:
+    async with synced(count=1) as (trainer, engines, synchronizer):
+        everyone: list[ToldEngine] = list(engines)
+        await synchronizer.update_weights()
+        for index in range(2 * MAX_COHORTS):
+            everyone.append(ToldEngine(zoo(60 + index)))
+            await synchronizer.add_engine(everyone[-1])
+            change(trainer)
+            await synchronizer.update_weights()
+            assert all(holds(engine, trainer) for engine in everyone)
+            assert len(synchronizer._connection._cohorts) <= MAX_COHORTS
+        assert everyone[0].joined.count(0) == 3, (
+            "connected at first, and anew when there would have been too many groups"
+        )
+
+
+async def test_before_the_first_version_a_joiner_has_nothing_to_wait_for() -> None:
+    async with synced(count=1) as (trainer, engines, synchronizer):
+        joiner = ToldEngine(zoo(60))
+        await synchronizer.add_engine(joiner)
+        assert synchronizer.ready_engines == ()
+        await synchronizer.update_weights()
+        assert synchronizer.ready_engines == (*engines, joiner)
+        assert holds(joiner, trainer)
+    async with synced(count=1, initial_version=4) as (_, engines, synchronizer):
+        await synchronizer.add_engine(joiner := ToldEngine(zoo(61)))
+        assert synchronizer.ready_engines == (*engines, joiner), "it is taken to hold the initial version, as all are"
+
+
+class Stingy(ToldEngine):
+    """An engine that cannot give its weights to others."""
+
+    async def describe_engine(self) -> EngineStatus:
+        status = await super().describe_engine()
+        return EngineStatus(**{name: getattr(status, name) for name in status.__slots__} | {"gives": False})
+
+
+async def test_where_no_engine_can_give_a_joiner_waits_for_the_next_update() -> None:
+    trainer, engine, joiner = Zoo(1), Stingy(zoo(50)), ToldEngine(zoo(60))
+    async with WeightSynchronizer(trainer, [engine], timeout=60) as synchronizer:
+        await synchronizer.update_weights()
+        asked = asyncio.Event()
+
+        async def answer() -> None:
+            asked.set()
+
+        engine.after["describe_engine"] = answer
+        adding = asyncio.create_task(synchronizer.add_engine(joiner))
+        await asked.wait()
+        assert synchronizer.ready_engines == (engine,)
+        change(trainer)
+        await synchronizer.update_weights()
+        await adding
+        assert holds(joiner, trainer)
+    async with WeightSynchronizer(trainer, [Stingy(zoo(50))], timeout=0.5) as synchronizer:
+        await synchronizer.update_weights()
+        with pytest.raises(asyncsync.WeightUpdateTimeoutError, match=r"ToldEngine-1 waited 0\.5 s for an update"):
+            await synchronizer.add_engine(joiner)
+        assert len(synchronizer.ready_engines) == 1
+
+
+async def test_a_giver_whose_bytes_are_not_those_published_is_passed_over() -> None:
+    async with synced(count=2) as (trainer, engines, synchronizer):
+        await synchronizer.update_weights()
+        with torch.no_grad():
+            next(engines[0].module.parameters())[0, 0] += 1
+        joiner = ToldEngine(zoo(60))
+        await synchronizer.add_engine(joiner)
+        assert holds(joiner, trainer)
+        assert engines[1].calls.count("give_weights") == 2, "each was asked: they share one list"
+
+
+async def test_a_giver_that_fails_or_changes_its_mind_is_passed_over() -> None:
+    for step in ("describe_engine", "open_group", "join_group", "give_weights"):
+        async with synced(count=2) as (trainer, engines, synchronizer):
+            await synchronizer.update_weights()
+            engines[0].before[step] = failing(OSError("no"))
+            joiner = ToldEngine(zoo(60))
+            await synchronizer.add_engine(joiner)
+            assert holds(joiner, trainer)
+            change(trainer)
+            await synchronizer.update_weights()
+            assert all(holds(engine, trainer) for engine in (*engines, joiner))
+
+
+JOINING = (
+    "describe_engine",
+    "accept_layout",
+    "open_group",
+    "join_group",
+    "pause_generation",
+    "receive_weights",
+    "finish_weight_update",
+    "resume_generation",
+)
+
+
+@BOTH
+@pytest.mark.parametrize("step", JOINING)
+async def test_a_joiner_that_fails_has_not_joined_and_may_try_again(step: str, staged: bool) -> None:
+    async with synced(staged=staged, count=2) as (trainer, engines, synchronizer):
+        await synchronizer.update_weights()
+        joiner = ToldEngine(zoo(60), staged=staged)
+        joiner.before[step] = failing(OSError("no"))
+        with pytest.raises(EngineError, match=r"ToldEngine-2 failed: OSError: no"):
+            await synchronizer.add_engine(joiner)
+        assert synchronizer.ready_engines == tuple(engines)
+        await synchronizer.add_engine(joiner)
+        assert holds(joiner, trainer)
+        change(trainer)
+        await synchronizer.update_weights()
+        assert all(holds(engine, trainer) for engine in (*engines, joiner))
+
+
+async def test_a_joiner_whose_weights_do_not_fit_is_refused_by_name_and_the_others_go_on() -> None:
+    async with synced(count=1) as (trainer, engines, synchronizer):
+        await synchronizer.update_weights()
+        with pytest.raises(PlanError, match=r"ToldEngine-1: .*does not know") as caught:
+            await synchronizer.add_engine(ToldEngine(nn.Linear(2, 2)))
+        assert "weight" in caught.value.names
+        change(trainer)
+        await synchronizer.update_weights()
+        assert holds(engines[0], trainer)
+
+
+async def test_joining_that_is_cancelled_at_any_await_leaves_all_fit_for_the_next_update() -> None:
+    async def run(adding: CancelAt) -> None:
+        await adding
+
+    for at in itertools.count():
+        async with synced(count=2) as (trainer, engines, synchronizer):
+            await synchronizer.update_weights()
+            joiner = ToldEngine(zoo(60))
+            adding = CancelAt(synchronizer.add_engine(joiner), at, "waiting")
+            await asyncio.wait([asyncio.create_task(run(adding))])
+            joined = joiner in synchronizer.ready_engines
+            assert joined or adding.reached
+            change(trainer)
+            update = await synchronizer.update_weights()
+            assert len(update.outcomes) == 2 + joined
+            if not joined:
+                await synchronizer.add_engine(joiner)
+            assert all(holds(engine, trainer) for engine in (*engines, joiner))
+        if not adding.reached:
+            break
+    assert at >= 8
+
+
+# -- leaving ---------------------------------------------------------------------------------------------------------
+
+
+@BOTH
+async def test_an_engine_that_leaves_is_not_updated_any_more_and_is_in_no_group(staged: bool) -> None:
+    async with synced(staged=staged, count=3) as (trainer, engines, synchronizer):
+        await synchronizer.update_weights()
+        old = contents(trainer)
+        await synchronizer.remove_engine(engines[1])
+        assert not any(seat.taken for seat in engines[1]._seats.values())
+        change(trainer)
+        update = await synchronizer.update_weights()
+        assert [outcome.engine for outcome in update.outcomes] == ["ToldEngine-0", "ToldEngine-2"]
+        assert contents(engines[1].module) == old
+        assert holds(engines[0], trainer)
+        assert holds(engines[2], trainer)
+        assert synchronizer.ready_engines == (engines[0], engines[2])
+
+
+@BOTH
+async def test_an_engine_that_is_removed_in_mid_update_is_waited_for_if_it_is_well(staged: bool) -> None:
+    async with synced(staged=staged, count=2) as (trainer, engines, synchronizer):
+        await synchronizer.update_weights()
+        removing: list[asyncio.Task[None]] = []
+
+        async def remove() -> None:
+            removing.append(asyncio.create_task(synchronizer.remove_engine(engines[1])))
+            await asyncio.sleep(0)
+
+        engines[1].before["receive_weights"] = remove
+        change(trainer)
+        update = await synchronizer.update_weights()
+        await removing[0]
+        assert [outcome.state for outcome in update.outcomes] == [EngineState.UPDATED] * 2
+        assert len((await synchronizer.update_weights()).outcomes) == 1
+
+
+@BOTH
+@pytest.mark.parametrize("step", ["pause_generation", "receive_weights", "finish_weight_update"])
+@pytest.mark.parametrize("how", ["hangs", "fails"])
+async def test_an_engine_that_is_removed_in_mid_update_and_is_not_well_is_left_out_in_the_same_call(
+    step: str, how: str, staged: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if staged and step == "pause_generation":
+        step = "accept_layout"
+    monkeypatch.setattr("asyncsync.synchronizer.PING_TIMEOUT", 0.1)
+    async with synced(staged=staged, count=3) as (trainer, engines, synchronizer):
+        await synchronizer.update_weights()
+        change(trainer)
+        removing: list[asyncio.Task[None]] = []
+
+        async def remove() -> None:
+            engines[1].before = dict.fromkeys(("describe_engine", "leave_group"), hanging())
+            removing.append(asyncio.create_task(synchronizer.remove_engine(engines[1])))
+            if how == "hangs":
+                await asyncio.Event().wait()
+            await asyncio.sleep(0)
+            raise OSError("no")
+
+        if step == "accept_layout":
+            synchronizer._connection.forget()
+            engines[1]._binding = None
+        engines[1].before[step] = remove
+        update = await synchronizer.update_weights()
+        await removing[0]
+        assert [outcome.engine for outcome in update.outcomes] == ["ToldEngine-0", "ToldEngine-2"]
+        assert [outcome.state for outcome in update.outcomes] == [EngineState.UPDATED] * 2
+        for engine in (engines[0], engines[2]):
+            assert holds(engine, trainer)
+            async with engine.generating() as version:
+                assert version == update.version == synchronizer.weight_version
+
+
+async def test_the_last_engine_may_leave_and_another_come() -> None:
+    async with synced(count=1) as (trainer, engines, synchronizer):
+        await synchronizer.update_weights()
+        await synchronizer.remove_engine(engines[0])
+        with pytest.raises(MembershipError, match="at least one engine"):
+            await synchronizer.update_weights()
+        assert "engines none" in repr(synchronizer)
+        joiner = ToldEngine(zoo(60))
+        adding = asyncio.create_task(synchronizer.add_engine(joiner))
+        change(trainer)
+        await asyncio.sleep(0)
+        await synchronizer.update_weights()
+        await adding
+        assert holds(joiner, trainer)
+
+
+# -- restarted -------------------------------------------------------------------------------------------------------
+
+
+@BOTH
+async def test_connect_brings_an_engine_that_was_restarted_to_the_published_version(staged: bool) -> None:
+    async with synced(staged=staged, count=2) as (trainer, engines, synchronizer):
+        await synchronizer.update_weights()
+        published = contents(trainer)
+        restart(engines[1], 99, staged=staged)
+        change(trainer)
+        await synchronizer.connect()
+        assert [contents(engine.module) for engine in engines] == [published] * 2
+        assert engines[1].weight_version == 1
+        update = await synchronizer.update_weights()
+        assert update.version == 2
+        assert all(holds(engine, trainer) for engine in engines)
+
+
+async def test_only_the_group_of_a_restarted_engine_is_made_anew() -> None:
+    async with synced(count=2) as (trainer, engines, synchronizer):
+        await synchronizer.update_weights()
+        await synchronizer.add_engine(joiner := ToldEngine(zoo(60)))
+        await synchronizer.update_weights()
+        restart(joiner, 98)
+        for engine in engines:
+            engine.joined.clear()
+        change(trainer)
+        await synchronizer.connect()
+        assert joiner.joined == [0, PEER]
+        assert [engine.joined for engine in engines] == [[PEER], []]
+        change(trainer)
+        await synchronizer.update_weights()
+        assert all(holds(engine, trainer) for engine in (*engines, joiner))
+
+
+async def test_an_engine_that_knows_it_was_restarted_serves_nobody_until_it_holds_a_version(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with synced(count=2) as (trainer, engines, synchronizer):
+        await synchronizer.update_weights()
+        with monkeypatch.context() as patched:
+            patched.setattr("asyncsync.cluster.was_restarted", lambda: True)
+            restart(engines[1], 99)
+        with pytest.raises(asyncsync.TaintedEngineError, match="was restarted"):
+            async with engines[1].generating():
+                pytest.fail("read")
+        await synchronizer.connect()
+        async with engines[1].generating() as version:
+            assert version == 1
+        assert holds(engines[1], trainer)
+
+
+# -- engines that are asked for ---------------------------------------------------------------------------------------
+
+
+async def test_a_function_is_asked_once_an_update_and_its_answer_is_the_list_of_all() -> None:
+    trainer, engines = Zoo(1), [ToldEngine(zoo(50 + index)) for index in range(4)]
+    answers: list[Iterable[Any]] = [engines[:2], iter(engines[1:3]), tuple(engines)]
+    asked = 0
+
+    async def find() -> Iterable[Any]:
+        nonlocal asked
+        asked += 1
+        return answers[asked - 1]
+
+    async with WeightSynchronizer(trainer, find, timeout=60) as synchronizer:
+        for expected in (engines[:2], engines[1:3], engines):
+            change(trainer)
+            update = await synchronizer.update_weights()
+            assert len(update.outcomes) == len(expected)
+            assert set(synchronizer.ready_engines) == set(expected)
+            assert all(holds(engine, trainer) for engine in expected)
+        assert asked == 3
+        with pytest.raises(MembershipError, match="the function that was given for engines must do it"):
+            await synchronizer.add_engine(ToldEngine(zoo(60)))
+        with pytest.raises(MembershipError, match="the function that was given for engines must do it"):
+            await synchronizer.remove_engine(engines[0])
+
+
+async def test_an_answer_that_cannot_be_used_is_an_error_and_changes_nothing() -> None:
+    trainer, engine = Zoo(1), ToldEngine(zoo(50))
+    answers: list[Any] = [[engine]]
+
+    async def find() -> Any:
+        if isinstance(answers[-1], Exception):
+            raise answers[-1]
+        return answers[-1]
+
+    async with WeightSynchronizer(trainer, find, timeout=60) as synchronizer:
+        await synchronizer.update_weights()
+        for answer, message in (
+            ([engine, engine], "engine 1 is given twice: it is engine 0 too"),
+            ([], "at least one engine"),
+            (None, "a list of engines is needed, not NoneType"),
+            ([nn.Linear(2, 2)], "no rollout engine"),
+            (OSError("no answer"), "could not be asked for: OSError: no answer"),
+        ):
+            answers.append(answer)
+            with pytest.raises(MembershipError, match=message):
+                await synchronizer.update_weights()
+            assert synchronizer.ready_engines == (engine,)
+        answers.append([engine])
+        change(trainer)
+        await synchronizer.update_weights()
+        assert holds(engine, trainer)
+
+
+async def test_engines_that_are_missing_in_the_next_answer_are_left_out_in_the_same_call() -> None:
+    trainer, engines = Zoo(1), [ToldEngine(zoo(50)), ToldEngine(zoo(51))]
+    answer = engines
+
+    async def find() -> Iterable[Any]:
+        return answer
+
+    async with WeightSynchronizer(trainer, find, timeout=60) as synchronizer:
+        await synchronizer.update_weights()
+        change(trainer)
+
+        async def die() -> None:
+            nonlocal answer
+            answer = engines[:1]
+            raise OSError("dead")
+
+        engines[1].before["receive_weights"] = die
+        update = await synchronizer.update_weights()
+        assert [outcome.engine for outcome in update.outcomes] == ["ToldEngine-0"]
+        assert holds(engines[0], trainer)
+
+
+# -- what makes no sense ---------------------------------------------------------------------------------------------
+
+
+async def test_joining_twice_and_leaving_without_having_joined_are_refused_by_name() -> None:
+    async with synced(count=2) as (_, engines, synchronizer):
+        with pytest.raises(MembershipError, match="this engine has joined already: it is ToldEngine-1"):
+            await synchronizer.add_engine(engines[1])
+        with pytest.raises(MembershipError, match=r"ToldEngine is none of the engines: .*ToldEngine-0, ToldEngine-1"):
+            await synchronizer.remove_engine(ToldEngine(zoo(60)))
+        with pytest.raises(TypeError, match="no rollout engine"):
+            await synchronizer.add_engine(nn.Linear(2, 2))
+        joiner = ToldEngine(zoo(60))
+        adding = asyncio.create_task(synchronizer.add_engine(joiner))
+        await asyncio.sleep(0)
+        with pytest.raises(MembershipError, match="joined already: it is ToldEngine-2"):
+            await synchronizer.add_engine(joiner)
+        await adding
+        assert len((await synchronizer.update_weights()).outcomes) == 3
