@@ -56,7 +56,13 @@ def remote(*args: Any, **options: Any) -> Any:
 
 
 def _actor_class(cls: type, options: dict[str, Any]) -> Any:
-    controls = {name: getattr(cls, name) for name in dir(cls) if getattr(getattr(cls, name), _CONTROL_MARK, False)}
+    # Marked in any base: a method that overrides a control call is one, and must run on the same loop as the others.
+    controls = {
+        name: getattr(cls, name)
+        for base in cls.__mro__
+        for name, method in vars(base).items()
+        if getattr(method, _CONTROL_MARK, False)
+    }
     if not controls:
         raise TypeError(
             f"asyncsync.remote: {cls.__name__} includes neither asyncsync.ModuleEngine nor asyncsync.TrainerRank"

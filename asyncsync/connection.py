@@ -230,7 +230,7 @@ class Connection:
             for member, status in engines.items()
             if not any(member in cohort.engines for cohort in standing)
         }
-        if unacquainted or alone:
+        if unacquainted or alone or len(standing) < len(self._cohorts):
             with clock.phase("connect"):
                 await fleet.all(lambda engine: engine.accept_layout(layout), members=unacquainted)
                 await self._connect(clock, sources, standing, alone, backend)

@@ -59,9 +59,6 @@ DEFAULT_TIMEOUT = 600.0
 PING_TIMEOUT = 2.0
 """Seconds within which an engine that is being removed must answer, not to be taken for dead."""
 
-HOOK_TIMEOUT = 60.0
-"""Seconds that a trainer's ``after_update`` may take."""
-
 _log = logging.getLogger("asyncsync")
 
 
@@ -149,7 +146,7 @@ class WeightSynchronizer:
         self._policy: Policy = "drain"
         self._base_epoch: int | None = None
         self._published: Published | None = None
-        self._attempt: Attempt | None = None
+        self._updating: Fleet | None = None
         self._trainer_has_hooks: bool | None = None
         self._connection = Connection(
             self._sources,
@@ -309,7 +306,7 @@ class WeightSynchronizer:
         """
         self._check_not_reading("remove_engine")
         member = self._membership.remove(engine)
-        if self._attempt is not None and member in self._attempt.fleet.members:
+        if self._updating is not None and member in self._updating.members:
             try:
                 await member.call(lambda engine: engine.describe_engine(), PING_TIMEOUT)
             except (WeightUpdateError, PlanError) as error:
@@ -369,7 +366,7 @@ class WeightSynchronizer:
             self._catching_up.cancel()
         async with self._turn() as clock, self._trainer_ready(clock):
             while True:
-                fleet = await self._reconcile(clock)
+                fleet = self._updating = await self._reconcile(clock)
                 in_step = self._connection.in_step(fleet)
                 try:
                     return await self._try(clock, fleet)
@@ -381,6 +378,8 @@ class WeightSynchronizer:
                     if clock.remaining == 0.0 or not await self._have_some_left(fleet):
                         raise
                     _log.warning("once more without those who left meanwhile: %s", error)
+                finally:
+                    self._updating = None
 
     @asynccontextmanager
     async def _turn(self) -> AsyncIterator[UpdateClock]:
@@ -412,10 +411,11 @@ class WeightSynchronizer:
         finally:
             if self._trainer_has_hooks is not False:
                 with clock.measure("after update"):
-                    await shielded(self._end_update(failure), HOOK_TIMEOUT + 1)
+                    timeout = CLEANUP_TIMEOUT if failure is not None else max(clock.remaining, CLEANUP_TIMEOUT)
+                    await shielded(self._end_update(failure, timeout), timeout + 1)
 
-    async def _end_update(self, failure: BaseException | None) -> None:
-        results = await self._sources.settle(lambda _, source: source.end_update(), HOOK_TIMEOUT)
+    async def _end_update(self, failure: BaseException | None, timeout: float) -> None:
+        results = await self._sources.settle(lambda _, source: source.end_update(), timeout)
         errors = [result for result in results if isinstance(result, Exception)]
         if failure is None and errors:
             raise errors[0]
@@ -442,7 +442,7 @@ class WeightSynchronizer:
         in_step = self._connection.in_step(fleet)
         try:
             orders, engines = await self._agree(clock, fleet)
-            attempt = self._attempt = Attempt(orders, engines)
+            attempt = Attempt(orders, engines)
             try:
                 await self._transaction(attempt, clock)
             except WeightUpdateError as error:
@@ -459,7 +459,6 @@ class WeightSynchronizer:
                 raise
             finally:
                 attempt.note_versions()
-                self._attempt = None
         except BaseException:
             self._connection.forget()
             raise

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import asyncsync
-from tests.sample import contents
+from tests.sample import contents, fingerprint
 
 
 class Flat(nn.Module):
@@ -65,7 +65,7 @@ class EngineActor(Probe, asyncsync.ModuleEngine):
     async def read(self) -> tuple[int | None, str]:
         """Generate: the version and a digest of what was read."""
         async with self.generating() as version:
-            return version, str(hash(tuple(sorted(contents(self.module).items()))))
+            return version, fingerprint(self.module)
 
 
 class TrainerActor(Probe, asyncsync.TrainerRank):
@@ -93,5 +93,5 @@ class TrainerActor(Probe, asyncsync.TrainerRank):
 
 
 # Not as decorators: a type checker would go on to see the classes.
-Engine: Any = asyncsync.remote(num_cpus=0, max_restarts=1)(EngineActor)
+Engine: Any = asyncsync.remote(num_cpus=0, max_restarts=4)(EngineActor)
 Trainer: Any = asyncsync.remote(num_cpus=0)(TrainerActor)

@@ -6,6 +6,7 @@ import asyncio
 import os
 import threading
 import uuid
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,9 @@ from torch import Tensor, nn
 
 import asyncsync
 from asyncsync import cluster
+from asyncsync.messages import SendReceipt, UpdateOrder
+from asyncsync.weights import WeightSource
 from tests.sample import content
-
-KINDS = ("fsdp", "tensor parallel", "fsdp and tensor parallel", "hsdp", "replicated")
 
 
 class Mixed(nn.Module):
@@ -36,6 +37,32 @@ class Mixed(nn.Module):
         self.tied.weight = self.up.weight
 
 
+class Scattered:
+    """Weights that only their trainer can put together: of every tensor each rank holds some elements, round robin."""
+
+    def __init__(self, module: nn.Module, rank: int, size: int) -> None:
+        self._size = size
+        self._whole = {name: (tensor.dtype, tensor.shape) for name, tensor in module.state_dict().items()}
+        self._own = {name: tensor.reshape(-1)[rank::size].clone() for name, tensor in module.state_dict().items()}
+        del self._whole["tied.weight"], self._own["tied.weight"]
+
+    def describe(self) -> Iterable[tuple[str, torch.dtype, Sequence[int]]]:
+        return [(name, dtype, shape) for name, (dtype, shape) in self._whole.items()]
+
+    def gather(self, name: str) -> Tensor | None:
+        dtype, shape = self._whole[name]
+        most = -(-shape.numel() // self._size)
+        padded = torch.zeros(most, dtype=dtype)
+        padded[: self._own[name].numel()] = self._own[name]
+        parts = [torch.empty_like(padded) for _ in range(self._size)]
+        torch.distributed.all_gather(parts, padded)
+        return torch.stack(parts, 1).reshape(-1)[: shape.numel()].reshape(shape)
+
+    def step(self) -> None:
+        for tensor in self._own.values():
+            tensor.mul_(-2)
+
+
 class ShardedTrainer(asyncsync.TrainerRank):
     """One rank of a trainer."""
 
@@ -44,19 +71,65 @@ class ShardedTrainer(asyncsync.TrainerRank):
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # else torch's own groups look this machine's name up
         self._number = rank
         self.module = nn.Module()
+        self._scattered: Scattered | None = None
+        self._group = ("", 0, 0)
+        self._wakes = -1
+        self._stopped = False
+        self.hooks: list[str] = []
         super().__init__(lambda: self.module)
 
-    def hold(self, kind: str, size: int, store: str, seed: int = 1) -> None:
-        """Collective. Become a rank of a new trainer, on a process group of its own."""
+    def hold(self, kind: str, size: int, store: str, seed: int = 1, stage: str = "") -> None:
+        """Collective. Become a rank of a new trainer, or of one stage of it, on a process group of its own."""
+        rank = self._number % size
+        self._group, self._wakes, self.hooks = (store, rank, size), -1, []
+        self._end_group()
+        self._make_group()
+        module = Mixed(seed)
+        self._scattered = Scattered(module, rank, size) if kind == "scattered" else None
+        if self._scattered is not None:
+            self._source = WeightSource(self._scattered)
+            self._wakes = 0  # from now on it sleeps between updates
+            self._end_group()
+            return
+        shard(module, kind, size)
+        self.module = nn.ModuleDict({stage: module}) if stage else module
+        self._source = WeightSource(lambda: self.module)
+
+    def _make_group(self) -> None:
+        store, rank, size = self._group
+        torch.distributed.init_process_group(
+            "gloo", init_method=f"file://{store}-{self._wakes}", rank=rank, world_size=size
+        )
+
+    def _end_group(self) -> None:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
-        torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=self._number, world_size=size)
-        module = Mixed(seed)
-        shard(module, kind, size)
-        self.module = module
+
+    def before_update(self) -> None:
+        """Collective. Make the process groups of a trainer that sleeps anew."""
+        if self._wakes >= 0:
+            self._wakes += 1
+            self.hooks.append("before")
+            self._make_group()
+
+    def after_update(self) -> None:
+        """Destroy the process groups of a trainer that sleeps."""
+        if self._wakes >= 0:
+            self.hooks.append("after")
+            self._end_group()
+
+    def hooks_called(self) -> list[str]:
+        """Which hooks of a trainer that sleeps were called."""
+        return self.hooks
+
+    def is_asleep(self) -> bool:
+        """Whether it is in no process group of its own."""
+        return not torch.distributed.is_initialized()
 
     def step(self) -> None:
         """Change every weight, on this rank's shard."""
+        if self._scattered is not None:
+            return self._scattered.step()
         with torch.no_grad():
             for parameter in self.module.parameters():
                 parameter.mul_(-2)
@@ -89,7 +162,12 @@ class ShardedTrainer(asyncsync.TrainerRank):
 
     def stop_before_sending(self) -> None:
         """Bring nothing in the next update: hang, as a rank does whose training step has not ended."""
-        self._sender.submit(threading.Event().wait)
+        self._stopped = True
+
+    async def send_weights(self, order: UpdateOrder) -> SendReceipt | None:
+        if self._stopped:
+            self._sender.submit(threading.Event().wait)
+        return await super().send_weights(order)
 
     def pid(self) -> int:
         """The process."""
@@ -127,10 +205,10 @@ def _whole(tensor: Tensor) -> Tensor:
 RemoteShardedTrainer = asyncsync.remote(num_cpus=0)(ShardedTrainer)
 
 
-async def become(ranks: list[Any], kind: str, folder: Path, *, seed: int = 1) -> None:
-    """Have actors become the ranks of a trainer."""
+async def become(ranks: list[Any], kind: str, folder: Path, *, seed: int = 1, stage: str = "") -> None:
+    """Have actors become the ranks of a trainer, or of one stage of it."""
     store = str(folder / uuid.uuid4().hex)
-    await every(ranks, "hold", kind, len(ranks), store, seed)
+    await every(ranks, "hold", kind, len(ranks), store, seed, stage)
 
 
 async def every(ranks: list[Any], method: str, *args: Any) -> list[Any]:

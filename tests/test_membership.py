@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import random
 from collections.abc import Iterable
 from typing import Any
 
@@ -17,7 +18,7 @@ from asyncsync.connection import MAX_COHORTS
 from asyncsync.messages import PEER, EngineStatus
 from tests.cancelling import CancelAt
 from tests.engines import ToldEngine, change, failing, hanging, holds, synced, zoo
-from tests.sample import Zoo, contents
+from tests.sample import Zoo, contents, fingerprint
 
 pytestmark = pytest.mark.asyncio
 
@@ -279,6 +280,18 @@ async def test_an_engine_that_leaves_is_not_updated_any_more_and_is_in_no_group(
         assert synchronizer.ready_engines == (engines[0], engines[2])
 
 
+async def test_a_group_that_all_its_engines_have_left_is_not_sent_to_any_more() -> None:
+    async with synced(count=2) as (trainer, engines, synchronizer):
+        await synchronizer.update_weights()
+        await synchronizer.add_engine(joiner := ToldEngine(zoo(60)))
+        await synchronizer.update_weights()
+        await synchronizer.remove_engine(joiner)
+        change(trainer)
+        await synchronizer.update_weights()
+        assert [holds(engine, trainer) for engine in engines] == [True, True]
+        assert [engine.joined.count(0) for engine in engines] == [1, 1]
+
+
 @BOTH
 async def test_an_engine_that_is_removed_in_mid_update_is_waited_for_if_it_is_well(staged: bool) -> None:
     async with synced(staged=staged, count=2) as (trainer, engines, synchronizer):
@@ -478,6 +491,57 @@ async def test_engines_that_are_missing_in_the_next_answer_are_left_out_in_the_s
         assert holds(engines[0], trainer)
 
 
+# -- all of it at once ------------------------------------------------------------------------------------------------
+
+
+@BOTH
+@pytest.mark.parametrize("seed", range(3))
+async def test_random_joins_leaves_and_restarts_with_rollouts_going_on(seed: int, staged: bool) -> None:
+    chance = random.Random(seed)
+    held: dict[int, str] = {}
+    stop = asyncio.Event()
+    async with synced(staged=staged, count=3) as (trainer, engines, synchronizer):
+        pool = [*engines, *(ToldEngine(zoo(70 + index), staged=staged) for index in range(3))]
+
+        async def update() -> None:
+            change(trainer)
+            held[(await synchronizer.update_weights()).version] = fingerprint(trainer)
+
+        async def rollouts() -> None:
+            while not stop.is_set():
+                async with synchronizer.generation() as version:
+                    for engine in synchronizer.ready_engines:
+                        try:
+                            async with engine.generating() as own:
+                                if own is not None:  # else it was restarted just now, and knows
+                                    assert own == version
+                                    assert fingerprint(engine.module) == held[version]
+                        except asyncsync.TaintedEngineError:
+                            pass
+                await asyncio.sleep(0)
+
+        async def come_and_go() -> None:
+            members = [member.handle for member in synchronizer._membership.members]
+            outside = [engine for engine in pool if engine not in members]
+            if outside and (len(members) < 2 or chance.random() < 0.5):
+                await synchronizer.add_engine(chance.choice(outside))
+            else:
+                await synchronizer.remove_engine(chance.choice(members))
+
+        await update()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(rollouts())
+            for _ in range(20):
+                if chance.random() < 0.2:
+                    restart(chance.choice(synchronizer.ready_engines), 90, staged=staged)
+                going = [tasks.create_task(come_and_go()) for _ in range(chance.randrange(3))]
+                await update()
+                await asyncio.gather(*going)
+                assert all(holds(engine, trainer) for engine in synchronizer.ready_engines)
+                assert len(synchronizer.ready_engines) == len(synchronizer._membership.members)
+            stop.set()
+
+
 # -- what makes no sense ---------------------------------------------------------------------------------------------
 
 
@@ -496,3 +560,77 @@ async def test_joining_twice_and_leaving_without_having_joined_are_refused_by_na
             await synchronizer.add_engine(joiner)
         await adding
         assert len((await synchronizer.update_weights()).outcomes) == 3
+
+
+# -- several synchronizers -------------------------------------------------------------------------------------------
+
+
+class Halved(nn.Module):
+    """Two parts, each trained by a trainer of its own."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.policy, self.critic = zoo(seed), zoo(seed + 1000)
+
+
+def part(model: Halved, name: str) -> dict[str, torch.Tensor]:
+    return {f"{name}.{key}": tensor for key, tensor in model.get_submodule(name).state_dict(keep_vars=True).items()}
+
+
+@BOTH
+async def test_two_synchronizers_that_share_engines_and_a_lock_take_turns(staged: bool) -> None:
+    model = Halved(1)
+    engines = [ToldEngine(Halved(50 + index), staged=staged) for index in range(2)]
+    lock = asyncsync.RolloutLock("shared")
+    options: dict[str, Any] = {"partial": True, "lock": lock, "timeout": 60, "bucket_size": 1024}
+    async with (
+        WeightSynchronizer(part(model, "policy"), engines, **options) as policy,
+        WeightSynchronizer(part(model, "critic"), reversed(engines), **options) as critic,
+    ):
+        for _ in range(4):
+            change(model)
+            updates = await asyncio.gather(policy.update_weights(), critic.update_weights())
+            assert updates[0].version != updates[1].version
+            assert all(holds(engine, model) for engine in engines)
+        await policy.remove_engine(engines[1])
+        change(model)
+        await asyncio.gather(policy.update_weights(), policy.add_engine(engines[1]), critic.update_weights())
+        await policy.update_weights()
+        assert all(holds(engine, model) for engine in engines)
+
+
+async def test_a_synchronizer_waits_for_another_and_says_for_whom_if_it_takes_too_long() -> None:
+    lock = asyncsync.RolloutLock("shared")
+    engine = ToldEngine(zoo(50))
+    async with (
+        WeightSynchronizer(Zoo(1), [engine], lock=lock, timeout=60) as first,
+        WeightSynchronizer(Zoo(2), [engine], lock=lock, timeout=0.2) as second,
+    ):
+        receiving = asyncio.Event()
+
+        async def hang() -> None:
+            receiving.set()
+            await asyncio.Event().wait()
+
+        engine.before["receive_weights"] = hang
+        updating = asyncio.create_task(first.update_weights())
+        await receiving.wait()
+        with pytest.raises(asyncsync.WeightUpdateTimeoutError, match=r"another synchronizer .*asyncsync weight update"):
+            await second.update_weights()
+        assert engine.calls.count("describe_engine") == 1, "the second has not touched it"
+        updating.cancel()
+        await asyncio.wait([updating])
+        await second.update_weights()
+
+
+async def test_membership_cannot_be_changed_inside_generation() -> None:
+    async with synced(count=1) as (_, engines, synchronizer):
+        await synchronizer.update_weights()
+        async with synchronizer.generation():
+            for changing in (
+                synchronizer.add_engine(ToldEngine(zoo(60))),
+                synchronizer.remove_engine(engines[0]),
+                synchronizer.connect(),
+            ):
+                with pytest.raises(asyncsync.LockError, match=r"\(\) inside generation\(\) would wait for itself"):
+                    await changing

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import ray
+import torch
+from torch import nn
 
 import asyncsync
 from asyncsync import EngineState, PlanError, WeightSynchronizer, cluster
@@ -56,6 +58,57 @@ async def test_engines_get_what_the_ranks_hold_together(
                 whole, *others = await every(ranks, "whole")
                 assert all(other == whole for other in others)
                 assert [contents(engine.module) for engine in engines] == [whole, whole]
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "tensor parallel"])
+async def test_stages_of_a_pipeline_that_are_sharded_themselves(actors: list[Any], kind: str, tmp_path: Path) -> None:
+    def model(seed: int) -> nn.ModuleDict:
+        return nn.ModuleDict({stage: Mixed(seed + index) for index, stage in enumerate(("first", "second"))})
+
+    stages = [actors[:2], actors[2:]]
+    await asyncio.gather(
+        become(stages[0], kind, tmp_path, seed=3, stage="first"),
+        become(stages[1], kind, tmp_path, seed=4, stage="second"),
+    )
+    for bucket_size in (64, 1 << 20):
+        engines = [ToldEngine(model(7)), ToldEngine(model(8), staged=False)]
+        async with WeightSynchronizer(stages, engines, bucket_size=bucket_size) as synchronizer:
+            for _ in range(2):
+                await every(actors, "step")
+                await synchronizer.update_weights()
+                first, _, second, _ = await every(actors, "whole")
+                assert [contents(engine.module) for engine in engines] == [first | second] * 2
+            joiner = ToldEngine(model(9))
+            await synchronizer.add_engine(joiner)
+            assert contents(joiner.module) == first | second
+            await every(actors, "step")
+            await synchronizer.update_weights()
+            first, _, second, _ = await every(actors, "whole")
+            assert [contents(engine.module) for engine in (*engines, joiner)] == [first | second] * 3
+        assert await every(actors, "groups") == [0, 0, 0, 0], "closing leaves every group"
+
+
+async def test_a_trainer_that_sleeps_makes_its_groups_anew_for_every_update_and_gathers_with_them(
+    actors: list[Any], tmp_path: Path
+) -> None:
+    for size, bucket_size in ((2, 64), (3, 1 << 20)):
+        ranks, model = actors[:size], Mixed(5)
+        await become(ranks, "scattered", tmp_path, seed=5)
+        engines = [ToldEngine(Mixed(7)), ToldEngine(Mixed(8), staged=False)]
+        async with WeightSynchronizer(ranks, engines, bucket_size=bucket_size) as synchronizer:
+            for _ in range(2):
+                await synchronizer.update_weights()
+                assert [contents(engine.module) for engine in engines] == [contents(model)] * 2
+                assert await every(ranks, "is_asleep") == [True] * size
+                await every(ranks, "step")
+                with torch.no_grad():
+                    for tensor in {id(tensor): tensor for tensor in model.state_dict(keep_vars=True).values()}.values():
+                        tensor.mul_(-2)
+            engines[1].before["receive_weights"] = failing(OSError("no"))
+            with pytest.raises(asyncsync.EngineError, match="OSError: no"):
+                await synchronizer.update_weights()
+            assert await every(ranks, "is_asleep") == [True] * size
+        assert await every(ranks, "hooks_called") == [["before", "after"] * 3] * size
 
 
 def served(seed: int) -> list[asyncsync.ModuleEngine]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import signal
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -18,7 +19,7 @@ from torch import nn
 import asyncsync
 from asyncsync import EngineError, EngineState, WeightSynchronizer
 from tests.actors import Engine, Flat, Trainer
-from tests.sample import Zoo, contents
+from tests.sample import Zoo, contents, fingerprint
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.ray]
 
@@ -85,6 +86,7 @@ async def test_a_trainer_in_this_process_and_rollouts_all_the_time(actors: Actor
     async with WeightSynchronizer(trainer, actors.engines) as synchronizer:
         await synchronizer.update_weights()
         read: list[tuple[int, int, str]] = []
+        held = {1: fingerprint(trainer)}
         stop = asyncio.Event()
 
         async def rollouts(engine: Any) -> None:
@@ -99,13 +101,11 @@ async def test_a_trainer_in_this_process_and_rollouts_all_the_time(actors: Actor
             for _ in range(10):
                 with torch.no_grad():
                     trainer.weight.add_(1)
-                await synchronizer.update_weights()
+                held[(await synchronizer.update_weights()).version] = fingerprint(trainer)
             stop.set()
-        for version, own, _ in read:
+        for version, own, found in read:
             assert version == own, "read at dispatch, and nothing changes under a reader"
-        by_version = [{digest for version, _, digest in read if version == wanted} for wanted in range(12)]
-        # Two processes hash with seeds of their own: at most one digest an engine and version.
-        assert all(len(digests) <= 2 for digests in by_version)
+            assert found == held[version]
         assert len({version for version, _, _ in read}) > 3
 
 
@@ -142,6 +142,87 @@ async def test_a_restarted_engine_is_seen_as_new_and_brought_up_to_date(actors: 
         assert "connect" in update.seconds
         assert await restarted.contents.remote() == contents(trainer)
     ray.kill(restarted)
+
+
+async def test_twenty_random_joins_leaves_and_restarts_during_twenty_updates(actors: Actors) -> None:
+    chance, trainer = random.Random(7), Zoo(1)
+    pool = [*actors.engines, Engine.remote(ZOO), Engine.remote(ZOO)]
+    await actors.hold(TINY, ZOO)
+    what = ["restart"] * 3 + ["change membership"] * 17
+    chance.shuffle(what)
+    held: dict[int, str] = {}
+    reads = joined = left = 0
+    stop = asyncio.Event()
+
+    async with WeightSynchronizer(trainer, pool[:2], bucket_size=1024, timeout=60) as synchronizer:
+
+        async def update() -> None:
+            with torch.no_grad():
+                trainer.weight.add_(1)
+            while True:
+                try:
+                    held[(await synchronizer.update_weights()).version] = fingerprint(trainer)
+                    return
+                except EngineError:
+                    continue  # the engine that was killed: the next call finds it anew
+
+        async def rollouts() -> None:
+            nonlocal reads
+            while not stop.is_set():
+                async with synchronizer.generation() as version:
+                    if not (ready := synchronizer.ready_engines):
+                        continue
+                    try:
+                        own, found = await chance.choice(ready).read.remote()
+                    except (ray.exceptions.RayActorError, asyncsync.TaintedEngineError):
+                        continue  # it was killed, or has just come back
+                    assert own == version
+                    assert found == held[version], "no reader ever sees a version that is not whole"
+                    reads += 1
+
+        async def change_membership(count: int) -> None:
+            nonlocal joined, left
+            for _ in range(count):
+                members = [member.handle for member in synchronizer._membership.members]
+                outside = [engine for engine in pool if engine not in members]
+                if outside and (len(members) < 2 or chance.random() < 0.5):
+                    await synchronizer.add_engine(chance.choice(outside))
+                    joined += 1
+                else:
+                    await synchronizer.remove_engine(chance.choice(members))
+                    left += 1
+
+        await update()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(rollouts())
+            tasks.create_task(rollouts())
+            for event in what:
+                if event == "restart":
+                    os.kill(await chance.choice(synchronizer.ready_engines).pid.remote(), signal.SIGKILL)
+                    await update()
+                else:
+                    changing = tasks.create_task(change_membership(1))
+                    await update()
+                    await changing
+                for engine in synchronizer.ready_engines:
+                    assert await engine.contents.remote() == contents(trainer)
+                assert len(synchronizer.ready_engines) == len(synchronizer._membership.members)
+            stop.set()
+        assert len(held) == 21
+        assert reads > 20
+        assert min(joined, left) > 4
+    for engine in pool[2:]:
+        ray.kill(engine)
+
+
+async def test_a_control_call_that_is_overridden_runs_on_the_loop_of_the_others() -> None:
+    class Overriding(asyncsync.TrainerRank):
+        async def send_weights(self, order: asyncsync.UpdateOrder) -> Any:
+            return await super().send_weights(order)
+
+    actor: Any = asyncsync.remote(num_cpus=0)(Overriding)
+    groups = actor.__ray_metadata__.method_meta.concurrency_group_for_methods
+    assert groups["send_weights"] == groups["abort_send"] == "asyncsync"
 
 
 async def test_an_engine_killed_in_the_middle_of_a_transfer_is_named_and_the_other_serves_on(actors: Actors) -> None:
@@ -250,3 +331,32 @@ async def test_a_trainer_needs_two_buckets_of_extra_memory(actors: Actors) -> No
         await synchronizer.update_weights()
         after = await actors.trainer.resident.remote()
     assert after - before < 2 * bucket_size + 16 * 2**20
+
+
+async def test_two_drivers_that_share_engines_take_turns_through_a_shared_lock(actors: Actors) -> None:
+    class Two(nn.Module):
+        def __init__(self, seed: int) -> None:
+            super().__init__()
+            self.policy, self.critic = Zoo(seed, strided=False), Zoo(seed + 1000, strided=False)
+
+    model = Two(1)
+    await actors.hold(TINY, partial(Two, 5))
+    name = f"lock-{os.getpid()}"
+    locks = [await asyncsync.SharedRolloutLock.create(name) for _ in range(2)]  # as two processes would
+    parts = [
+        {f"{part}.{key}": tensor for key, tensor in model.get_submodule(part).state_dict().items()}
+        for part in ("policy", "critic")
+    ]
+    first, second = (
+        WeightSynchronizer(weights, actors.engines, partial=True, lock=lock, timeout=60)
+        for weights, lock in zip(parts, locks, strict=True)
+    )
+    async with first, second:
+        for _ in range(3):
+            with torch.no_grad():
+                model.policy.weight.add_(1)
+                model.critic.weight.add_(1)
+            await asyncio.gather(first.update_weights(), second.update_weights())
+            for engine in actors.engines:
+                assert await engine.contents.remote() == contents(model)
+    await locks[0].aclose()
