@@ -69,8 +69,8 @@ async def catch_up(
     if layout is None or layout.digest != published.plan_digest:
         return False  # the next update comes in another layout
     status = (await Fleet([joiner]).describe(policy))[joiner]
-    if status.weight_version == published.version:
-        return True
+    if status.newest_version >= published.version:
+        return status.weight_version is not None  # it is ahead, by another synchronizer; or needs a whole update
     if not is_acquainted(status, layout):
         await joiner.call(lambda engine: engine.accept_layout(layout))
     failure: WeightUpdateError | None = None

@@ -193,10 +193,12 @@ class WeightSynchronizer:
         them until it holds the version. Within :meth:`generation` none of them changes its weights.
         """
         members = self._membership.members
-        return tuple(member.handle for member in members if self._version is not None and self._is_ready(member))
+        return tuple(member.handle for member in members if self._is_ready(member))
 
     def _is_ready(self, member: Member) -> bool:
-        return member.weight_version == self._version
+        if member.weight_version is None or self._version is None:
+            return False
+        return member.weight_version >= self._version  # another synchronizer may have brought it a newer one
 
     async def update_weights(self) -> WeightUpdate:
         """Bring the trainer's present weights to every engine, and publish them as a new version.

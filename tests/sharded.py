@@ -84,6 +84,8 @@ class ShardedTrainer(asyncsync.TrainerRank):
         self._group, self._wakes, self.hooks = (store, rank, size), -1, []
         self._end_group()
         self._make_group()
+        self._bucket_sender.forget()
+        self._messages = []
         module = Mixed(seed)
         self._scattered = Scattered(module, rank, size) if kind == "scattered" else None
         if self._scattered is not None:
@@ -145,6 +147,12 @@ class ShardedTrainer(asyncsync.TrainerRank):
         parameter = getattr(owner, name)
         delattr(owner, name)
         owner.register_parameter(new.rpartition(".")[2], parameter)
+
+    def extra_memory(self) -> tuple[list[int], int]:
+        """Bytes of each buffer that the last update used, and of the largest bucket."""
+        assert self._plan is not None
+        buffers = (*self._bucket_sender._buffers, *self._messages)
+        return [buffer.numel() for buffer in buffers], self._plan.largest_bucket
 
     def groups(self) -> int:
         """How many groups this rank is in, or joining."""

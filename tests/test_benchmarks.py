@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 
-from benchmarks import layouts, seed_loop, sync_latency
+from benchmarks import joining, layouts, seed_loop, sync_latency
 
 KEYS = [
     "case",
@@ -80,6 +80,17 @@ async def test_measures_every_contender_and_finds_a_wrong_byte() -> None:
             await seed.check()
         seed_loop.SeedLoop(fleet.engines, fleet.group, fleet.lock, bucket_size=100).update(sent)  # three buckets
         await seed.check()
+
+
+@pytest.mark.ray
+@pytest.mark.asyncio
+@pytest.mark.usefixtures("ray_cluster")
+async def test_measures_how_long_engines_are_held_back_while_another_joins(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = await joining.measure(layouts.tiny(), rounds=1)
+    assert [row["step"] for row in rows] == list(joining.STEPS)
+    assert all(row["seconds"] > 0 and row["held_ms"] > 0 for row in rows)
+    joining.show(rows)
+    assert "first update" in capsys.readouterr().out
 
 
 def test_the_table_shows_every_row(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncsync.buckets import ALIGNMENT, Piece, Plan, TensorSpec, plan_buckets
+from asyncsync.buckets import ALIGNMENT, Piece, Plan, TensorSpec, join_plans, joint_digest, plan_buckets
 from asyncsync.errors import PlanError
 
 DTYPES = [torch.uint8, torch.bfloat16, torch.float32, torch.int64, torch.complex128]
@@ -47,6 +50,44 @@ def test_every_byte_is_sent_once_and_lies_where_the_arena_has_it(specs: list[Ten
     for earlier, later in zip(plan.buckets, plan.buckets[1:], strict=False):
         assert earlier.stop <= later.start
     assert plan.nbytes == sum(spec.nbytes for spec in specs)
+
+
+@given(st.lists(specs_strategy, min_size=2, max_size=4), st.integers(1, 700))
+def test_joined_plans_send_every_byte_of_each_source_once_in_turns(
+    parts: list[list[TensorSpec]], bucket_size: int
+) -> None:
+    plans = [
+        plan_buckets([replace(spec, name=f"{source}.{spec.name}") for spec in specs], bucket_size)
+        for source, specs in enumerate(parts)
+    ]
+    joined = join_plans(plans)
+    assert joined.specs == tuple(spec for plan in plans for spec in plan.specs)
+    for spec, offset, found in zip(joined.specs, joined.offsets, covered(joined), strict=True):
+        assert sum(stop - start for start, stop, _ in found) == spec.nbytes
+        assert all(place == offset + start for start, _, place in found)
+    assert [bucket.index for bucket in joined.buckets] == list(range(len(joined.buckets)))
+    for source, plan in enumerate(plans):
+        own = [bucket for bucket in joined.buckets if bucket.source == source]
+        assert [bucket.nbytes for bucket in own] == [bucket.nbytes for bucket in plan.buckets]
+        assert [bucket.spans for bucket in own] == [bucket.spans for bucket in plan.buckets], "each in its own order"
+        for turn, bucket in enumerate(own):
+            before = [other for other in joined.buckets[: bucket.index] if other.source != source]
+            assert len(before) == sum(
+                min(len(other.buckets), turn + (index < source)) for index, other in enumerate(plans) if index != source
+            )
+    digests = np.arange(len(joined.specs), dtype=np.uint64)
+    cuts = np.cumsum([len(plan.specs) for plan in plans])[:-1]
+    own_digests = [plan.digest_of(part) for plan, part in zip(plans, np.split(digests, cuts), strict=True)]
+    assert joined.digest_of(digests) == joint_digest(own_digests)
+    assert joined.digest == joint_digest([plan.digest for plan in plans])
+
+
+def test_one_plan_joined_is_itself_and_rivals_are_refused_by_name() -> None:
+    plan = plan_buckets([TensorSpec("a", torch.uint8, (1,), ("b",))])
+    assert join_plans([plan]) is plan
+    with pytest.raises(PlanError, match="sources 0 and 1 both send b") as caught:
+        join_plans([plan, plan_buckets([TensorSpec("b", torch.uint8, (1,))])])
+    assert caught.value.names == ("b",)
 
 
 def test_a_tensor_three_times_the_bucket_is_split() -> None:

@@ -170,7 +170,7 @@ async def test_where_no_engine_can_give_a_joiner_waits_for_the_next_update() -> 
     async with WeightSynchronizer(trainer, [Stingy(zoo(50))], timeout=0.5) as synchronizer:
         await synchronizer.update_weights()
         with pytest.raises(asyncsync.WeightUpdateTimeoutError, match=r"ToldEngine-1 waited 0\.5 s for an update"):
-            await synchronizer.add_engine(joiner)
+            await synchronizer.add_engine(ToldEngine(zoo(60)))
         assert len(synchronizer.ready_engines) == 1
 
 

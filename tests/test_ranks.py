@@ -115,6 +115,21 @@ def served(seed: int) -> list[asyncsync.ModuleEngine]:
     return [asyncsync.ModuleEngine(Mixed(seed)), asyncsync.ModuleEngine(Mixed(seed + 1), staged=False)]
 
 
+@pytest.mark.parametrize("kind", ["fsdp", "tensor parallel", "scattered"])
+async def test_no_rank_needs_more_than_two_buckets(actors: list[Any], kind: str, tmp_path: Path) -> None:
+    ranks = actors[:3] if kind == "scattered" else actors
+    await become(ranks, kind, tmp_path)
+    for bucket_size in (256, 512):
+        async with WeightSynchronizer(ranks, served(7), bucket_size=bucket_size) as synchronizer:
+            for _ in range(2):
+                await synchronizer.update_weights()
+            padding = 64 * 7 * len(ranks)  # a tensor and rank, in what is brought for a bucket
+            for buffers, bucket in await every(ranks, "extra_memory"):
+                assert len(buffers) <= 2
+                assert all(size <= bucket + padding for size in buffers)
+            assert any(buffers for buffers, _ in await every(ranks, "extra_memory"))
+
+
 async def test_a_rank_that_is_missing_is_an_error_that_names_the_tensors(actors: list[Any], tmp_path: Path) -> None:
     await become(actors, "fsdp", tmp_path)
     engines = served(7)
