@@ -380,3 +380,17 @@ async def test_a_trainer_without_hooks_is_not_asked_again() -> None:
         for _ in range(3):
             await synchronizer.update_weights()
     assert Asked.asked == 1
+
+
+# -- a conductor that is gone ----------------------------------------------------------------------------------------
+
+
+async def test_the_groups_of_a_conductor_that_is_gone_are_left_with_the_next_update() -> None:
+    model, engines = stages(2), [ToldEngine(stages(2, 50 + index, strided=False)) for index in range(2)]
+    ranks = [of_stage(model, index) for index in range(2)]
+    gone = WeightSynchronizer([[rank] for rank in ranks], engines)
+    await gone.update_weights()  # and is never closed
+    async with WeightSynchronizer([[rank] for rank in ranks], engines[:1]) as synchronizer:
+        await synchronizer.update_weights()
+        assert [len(rank._seats) for rank in ranks] == [1, 1]
+        assert holds(engines[0], model)
