@@ -1,38 +1,16 @@
-"""The trainer's side: a rank that reads, packs, hashes and sends its weights.
-
-A trainer rank has one *sender thread*. The user's hooks, joining groups, gathering, packing and broadcasting all run
-there, inside the memory-saver guard, so that collectives keep their order and the guard covers them (R8, R9). Hashing
-has a thread of its own, beside the sending. The sender thread waits for the network, too, and can be stopped while it
-does.
-"""
+"""The trainer's side, as it is seen from outside: what a user's class includes, and what the conductor calls."""
 
 from __future__ import annotations
 
-import asyncio
-import threading
-import uuid
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Protocol
 
-import anyio
-import numpy as np
-from torch import Tensor
-
 from asyncsync import cluster
-from asyncsync.buckets import Plan, plan_buckets
-from asyncsync.digests import Digests
-from asyncsync.errors import ConnectError, OutOfStepError, TransferError
-from asyncsync.gathering import CallGathering, ShardGathering, bring_shards, take_part
-from asyncsync.guard import MemorySaverGuard, memory_saver_guard
 from asyncsync.messages import Contacts, ReadOptions, Rendezvous, SendReceipt, TrainerStatus, UpdateOrder
-from asyncsync.sending import Filler, OwnTensors, Sender
-from asyncsync.shards import Holding, ShardPlan
-from asyncsync.shield import shielded
-from asyncsync.threads import WorkerThread
-from asyncsync.transports.base import Link
-from asyncsync.transports.seat import Seat
-from asyncsync.weights import Snapshot, Weights, WeightSource
+from asyncsync.rank_worker import RankWorker
+from asyncsync.shards import Holding
+from asyncsync.weights import Weights
 
 
 class Trainer(Protocol):
@@ -113,30 +91,12 @@ class TrainerRank:
     control_group: str | None = None
 
     def __init__(self, weights: Weights, *, offload: bool | None = None) -> None:
-        self._source = WeightSource(weights)
-        self._offload = offload
-        self._instance = uuid.uuid4().hex
-        self._sender_thread = WorkerThread("asyncsync-sender")
-        self._hasher = WorkerThread("asyncsync-hasher")
-        self._awake = False
-        self._engine_seats: dict[str, Seat] = {}  # by group
-        self._shard_seats: dict[int, Seat] = {}  # by the rank that brings something
-        self._rank = 0
-        self._holdings: tuple[Holding | None, ...] = ()
-        self._shards: ShardPlan | None = None
-        self._options: ReadOptions | None = None
-        self._plan: Plan | None = None
-        self._bucket_sender = Sender(self._hasher)
-        self._messages: list[Tensor] = []
-        self._sending: _Sending | None = None
-        self._ended_epoch = 0
-        self._closed = False
-        self._sent: tuple[int, str, Digests] | None = None
-        self._published: tuple[int, str, Digests] | None = None
+        # All that the library keeps lies in here, so that a class which includes this one may name its own as it likes.
+        self._asyncsync = RankWorker(weights, offload=offload, hooks=self.__hooks())
 
     def __getattr__(self, name: str) -> Any:
         """What is missing; mostly it is the call of this class's constructor."""
-        hint = "" if "_instance" in self.__dict__ else ": call super().__init__(weights) in its __init__"
+        hint = "" if "_asyncsync" in self.__dict__ else ": call super().__init__(weights) in its __init__"
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}{hint}")
 
     @_no_hook
@@ -153,276 +113,48 @@ class TrainerRank:
     def after_update(self) -> None:
         """Undo what :meth:`before_update` did: destroy process groups, go back to sleep."""
 
-    @property
-    def _has_hooks(self) -> bool:
+    def __hooks(self) -> tuple[Callable[[], None], Callable[[], None]] | None:
         # By a mark: Ray gives an actor's class copies of the methods it inherits.
-        return not (hasattr(self.before_update, _NO_HOOK) and hasattr(self.after_update, _NO_HOOK))
+        if hasattr(self.before_update, _NO_HOOK) and hasattr(self.after_update, _NO_HOOK):
+            return None
+        return self.before_update, self.after_update
 
     @cluster.control
     async def begin_update(self) -> bool:
-        """See :class:`Trainer`."""
-        if self._has_hooks:
-            async with self._guard() as guarded:
-                await guarded.run(self._wake)
-        return self._has_hooks
+        return await self._asyncsync.begin_update()
 
     @cluster.control
     async def end_update(self) -> None:
-        """See :class:`Trainer`."""
-        if self._has_hooks:
-            async with self._guard() as guarded:
-                await guarded.run(self._rest)
-
-    def _wake(self) -> None:
-        if not self._awake:
-            self.before_update()
-            self._awake = True
-
-    def _rest(self) -> None:
-        if self._awake:
-            self._awake = False
-            self.after_update()
+        await self._asyncsync.end_update()
 
     @cluster.control
     async def describe_weights(self, options: ReadOptions, known_digest: str | None) -> TrainerStatus:
-        """See :class:`Trainer`.
-
-        Raises:
-            PlanError: The weights cannot be sent; see :meth:`asyncsync.weights.WeightSource.read`.
-        """
-        self._options = options
-        plan, snapshot = await self._sender.run(self._read, options)
-        self._plan = plan
-        return TrainerStatus(
-            instance=self._instance,
-            device=next((tensor.device.type for tensor in snapshot.tensors), "cpu"),
-            connections=tuple(name for name, seat in self._engine_seats.items() if seat.connection == name),
-            plan_digest=plan.digest,
-            specs=None if plan.digest == known_digest else plan.specs,
-            holding=snapshot.holding,
-            shard_connections=tuple(seat.connection for seat in self._shard_seats.values() if seat.connection),
-            gathers=snapshot.gather is not None,
-            epoch=self._ended_epoch,
-            control_group=self.control_group is not None or not cluster.in_actor(),
-        )
-
-    def _read(self, options: ReadOptions) -> tuple[Plan, Snapshot]:
-        snapshot = self._source.read(name_map=options.name_map, dtype=options.dtype)
-        plan = self._plan
-        if plan is None or plan.specs != snapshot.specs or plan.bucket_size != options.bucket_size:
-            plan = plan_buckets(snapshot.specs, options.bucket_size)
-            _ = plan.digest, plan.nbytes  # computed here, and kept: large plans take a while
-        return plan, snapshot
+        status = await self._asyncsync.describe_weights(options, known_digest)
+        return replace(status, control_group=self.control_group is not None or not cluster.in_actor())
 
     @cluster.control
     async def open_trainer_group(self, rendezvous: Rendezvous) -> Contacts:
-        """See :class:`Trainer`.
-
-        Raises:
-            ConnectError: This end cannot be reached, or speaks another protocol.
-            MemorySaverError: The guard could not be entered.
-        """
-        rank = rendezvous.shards_of
-        if rank is None:
-            seat = self._engine_seats.setdefault(rendezvous.connection, Seat(self._guard))
-        else:
-            seat = self._shard_seats.setdefault(rank, Seat(self._guard))
-        return await seat.open(rendezvous, address=cluster.node_address())
+        return await self._asyncsync.open_trainer_group(rendezvous)
 
     @cluster.control
     async def join_trainer_group(self, connection: str, contacts: Contacts) -> None:
-        """See :class:`Trainer`.
-
-        Raises:
-            ConnectError: A member could not be reached, or the group was closed meanwhile.
-        """
-        for seat in self._seats:
-            if seat.expects(connection):
-                return await seat.join(connection, contacts)
-        raise ConnectError("the group to join was closed meanwhile")
+        await self._asyncsync.join_trainer_group(connection, contacts)
 
     @cluster.control
     async def leave_trainer_group(self, connection: str) -> None:
-        """See :class:`Trainer`."""
-        for seat in self._seats:
-            await seat.leave(connection)
-        for name in [name for name, seat in self._engine_seats.items() if not seat.taken]:
-            del self._engine_seats[name]
+        await self._asyncsync.leave_trainer_group(connection)
 
     @cluster.control
     async def share_holdings(self, rank: int, holdings: tuple[Holding | None, ...]) -> tuple[int, ...]:
-        """See :class:`Rank`.
-
-        Raises:
-            PlanError: The shards of a tensor do not tile it.
-        """
-        self._rank, self._holdings = rank, holdings
-        self._shards = await self._sender.run(self._plan_shards, self._plan)
-        return self._shards.bringers if self._shards else ()
-
-    def _plan_shards(self, plan: Plan | None) -> ShardPlan | None:
-        if plan is None or all(holding is None for holding in self._holdings):
-            return None
-        whole: Holding = (None,) * len(plan.specs)
-        return ShardPlan(plan, [whole if holding is None else holding for holding in self._holdings])
-
-    @property
-    def _seats(self) -> tuple[Seat, ...]:
-        return (*self._engine_seats.values(), *self._shard_seats.values())
-
-    def _close_links(self) -> None:
-        for seat in self._seats:
-            seat.close()
-        self._engine_seats.clear()
-
-    async def _leave_all_but(self, connections: Sequence[str]) -> None:
-        """Leave the groups of engines that went, and of a conductor that is gone: an order names all that count."""
-        for connection in [name for name in self._engine_seats if name not in connections]:
-            await self._engine_seats.pop(connection).leave()
+        return await self._asyncsync.share_holdings(rank, holdings)
 
     @cluster.control
     async def send_weights(self, order: UpdateOrder) -> SendReceipt | None:
-        """See :class:`Trainer`.
-
-        Raises:
-            OutOfStepError: The order's groups or layout are not this rank's (any more). Nothing was sent.
-            PlanError: The weights cannot be sent (any more).
-            TransferError: The bytes did not arrive, the sending was aborted, or took too long.
-        """
-        if self._options is None:
-            raise OutOfStepError("the trainer was not asked for its weights yet")
-        links = self._links(order)
-        if order.epoch <= self._ended_epoch:
-            raise OutOfStepError(f"the update of epoch {order.epoch} has ended already")
-        plan, snapshot = await self._sender.run(self._read, self._options)
-        if plan.digest != order.plan_digest:
-            raise OutOfStepError("the layout of the trainer's weights changed")
-        if snapshot.holding != (None if order.shards is None else self._holdings[self._rank]):
-            raise OutOfStepError("the trainer's weights are sharded in another way now")
-        sending = _Sending(order.epoch, anyio.CancelScope(deadline=anyio.current_time() + order.timeout))
-        self._sending = sending
-        try:
-            with sending.scope:
-                await self._leave_all_but(order.connections)
-                async with self._guard() as guarded:
-                    try:
-                        stop = threading.Event()
-                        digests = await guarded.run(self._send, links, plan, snapshot, stop, on_cancel=stop.set)
-                    except BaseException:
-                        await shielded(guarded.run(self._close_links))
-                        raise
-                sending.done = True
-                return None if digests is None else await self._hasher.run(self._receipt, order, plan, digests)
-        finally:
-            if not sending.done:
-                self._bucket_sender.forget()
-                self._messages = []  # an abandoned operation may still use them
-            sending.ended.set()
-        what = "was aborted" if sending.scope.deadline > anyio.current_time() else "took too long"
-        raise TransferError(f"sending the weights of update {order.version} {what}")
-
-    def _links(self, order: UpdateOrder) -> _Links:
-        """The groups that an order goes through at this rank; only the source's order names groups of engines."""
-        engines: list[Link] = []
-        for connection in order.connections:
-            seat = self._engine_seats.get(connection)
-            if seat is None or seat.link is None:
-                raise OutOfStepError("the trainer is not in the groups that the update goes through")
-            engines.append(seat.link)
-        if order.shards is None:
-            return _Links(engines)
-        if self._shards is None:
-            raise OutOfStepError("this rank was not told what the others hold")
-        shards: dict[int, Link] = {}
-        for rank in self._shards.bringers if engines else (self._rank,):
-            link = self._shard_seats[rank].link if rank in self._shard_seats else None
-            if link is None or link.connection != shard_connection(order.shards, rank):
-                raise OutOfStepError("the trainer's ranks are not in the groups that their shards go through")
-            shards[rank] = link
-        return _Links(engines, self._shards, shards)
-
-    def _send(self, links: _Links, plan: Plan, snapshot: Snapshot, stop: threading.Event) -> Digests | None:
-        """This rank's part of sending every bucket; None if another rank is the source."""
-        is_source = bool(links.engines)
-        if snapshot.gather is not None:
-            if not is_source:
-                take_part(plan, snapshot.gather, stop)
-                return None
-            filler: Filler = CallGathering(plan, snapshot.gather)
-        elif links.plan is None:
-            filler = OwnTensors(plan, snapshot.tensors)
-        else:
-            assert snapshot.holding is not None
-            held = (snapshot.holding, snapshot.tensors)
-            if not is_source:
-                bring_shards(links.plan, self._rank, *held, links.shards[self._rank], self._messages, stop)
-                return None
-            filler = ShardGathering(links.plan, *held, links.shards, self._messages)
-        return self._bucket_sender.send(plan, filler, links.engines, stop)
-
-    def _receipt(self, order: UpdateOrder, plan: Plan, digests: Digests) -> SendReceipt:
-        if self._sent is not None and self._sent[0] == order.base_epoch:
-            self._published = self._sent
-        changed = np.ones(len(plan.specs), dtype=bool)
-        if self._published is not None and self._published[0] == order.base_epoch:
-            _, layout_digest, published = self._published
-            if layout_digest == plan.layout_digest:
-                changed = digests != published
-        self._sent = (order.epoch, plan.layout_digest, digests)
-        return SendReceipt(
-            digest=plan.digest_of(digests),
-            tensors=len(plan.specs),
-            tensors_changed=int(changed.sum()),
-            buckets=len(plan.buckets),
-            nbytes=plan.nbytes,
-            nbytes_changed=sum(plan.specs[index].nbytes for index in np.flatnonzero(changed)),
-        )
+        return await self._asyncsync.send_weights(order)
 
     @cluster.control
     async def abort_send(self, epoch: int) -> None:
-        """See :class:`Trainer`."""
-        self._ended_epoch = max(self._ended_epoch, epoch)
-        if self._sending is not None and self._sending.epoch == epoch:
-            self._sending.scope.cancel()
-            await self._sending.ended.wait()
-
-    def close(self) -> None:
-        """Leave the group and let the rank's threads end. Does not wait."""
-        self._closed = True
-        self._close_links()
-        self._sender.close()
-        self._hasher.close()
-
-    @property
-    def _sender(self) -> WorkerThread:
-        if self._sender_thread.closed and not self._closed:
-            self._sender_thread = WorkerThread("asyncsync-sender")  # a guard gave the last one up
-        return self._sender_thread
-
-    def _guard(self) -> MemorySaverGuard:
-        return memory_saver_guard(offload=self._offload, thread=self._sender)
-
-
-class _Sending:
-    def __init__(self, epoch: int, scope: anyio.CancelScope) -> None:
-        self.epoch = epoch
-        self.scope = scope
-        self.done = False
-        self.ended = asyncio.Event()
-
-
-@dataclass(frozen=True, slots=True)
-class _Links:
-    """The groups of one update at one rank: to engines, and by rank those that shards come or go through."""
-
-    engines: Sequence[Link]
-    plan: ShardPlan | None = None
-    shards: Mapping[int, Link] = field(default_factory=dict)
-
-
-def shard_connection(shards: str, rank: int) -> str:
-    """Name of the group through which a rank brings its shards."""
-    return f"{shards}/{rank}"
+        await self._asyncsync.abort_send(epoch)
 
 
 TRAINER_METHODS = tuple(name for kind in (Trainer, Rank) for name in vars(kind) if not name.startswith("_"))

@@ -20,9 +20,10 @@ from asyncsync.buckets import TensorSpec, list_names
 from asyncsync.errors import AsyncSyncError, ConnectError, OutOfStepError, PlanError, TrainerError
 from asyncsync.fanout import race, settle
 from asyncsync.messages import Contacts, ReadOptions, Rendezvous, SendReceipt, TrainerStatus, UpdateOrder
+from asyncsync.rank_worker import RankWorker, shard_connection
 from asyncsync.shards import Holding
 from asyncsync.shield import shielded
-from asyncsync.trainer import Rank, RemoteTrainer, Trainer, TrainerRank, shard_connection
+from asyncsync.trainer import Rank, RemoteTrainer, Trainer, TrainerRank
 from asyncsync.transports.forming import End, form_group
 
 T = TypeVar("T")
@@ -236,7 +237,7 @@ def _refuse_disagreement(specs: Sequence[tuple[TensorSpec, ...]], number: int) -
             raise PlanError(f"the trainer's ranks disagree: rank {rank} {what}{stages}", names=names)
 
 
-def as_sources(candidate: Any, *, offload: bool | None) -> tuple[tuple[Trainer, ...], TrainerRank | None]:
+def as_sources(candidate: Any, *, offload: bool | None) -> tuple[tuple[Trainer, ...], RankWorker | None]:
     """The sources behind whatever a user may pass as a trainer; and the rank made for it here, if one was.
 
     Raises:
@@ -262,7 +263,7 @@ def as_sources(candidate: Any, *, offload: bool | None) -> tuple[tuple[Trainer, 
         raise TypeError(f"{cluster.actor_class_name(candidate)} is an actor class, no actor: call its .remote(…) first")
     if _is_rank(candidate):
         return (_as_rank(candidate),), None
-    rank = TrainerRank(candidate, offload=offload)
+    rank = RankWorker(candidate, offload=offload)
     return (rank,), rank
 
 

@@ -84,18 +84,18 @@ class ShardedTrainer(asyncsync.TrainerRank):
         self._group, self._wakes, self.hooks = (store, rank, size), -1, []
         self._end_group()
         self._make_group()
-        self._bucket_sender.forget()
-        self._messages = []
+        self._asyncsync._bucket_sender.forget()
+        self._asyncsync._messages = []
         module = Mixed(seed)
         self._scattered = Scattered(module, rank, size) if kind == "scattered" else None
         if self._scattered is not None:
-            self._source = WeightSource(self._scattered)
+            self._asyncsync._source = WeightSource(self._scattered)
             self._wakes = 0  # from now on it sleeps between updates
             self._end_group()
             return
         shard(module, kind, size)
         self.module = nn.ModuleDict({stage: module}) if stage else module
-        self._source = WeightSource(lambda: self.module)
+        self._asyncsync._source = WeightSource(lambda: self.module)
 
     def _make_group(self) -> None:
         store, rank, size = self._group
@@ -150,13 +150,13 @@ class ShardedTrainer(asyncsync.TrainerRank):
 
     def extra_memory(self) -> tuple[list[int], int]:
         """Bytes of each buffer that the last update used, and of the largest bucket."""
-        assert self._plan is not None
-        buffers = (*self._bucket_sender._buffers, *self._messages)
-        return [buffer.numel() for buffer in buffers], self._plan.largest_bucket
+        assert self._asyncsync._plan is not None
+        buffers = (*self._asyncsync._bucket_sender._buffers, *self._asyncsync._messages)
+        return [buffer.numel() for buffer in buffers], self._asyncsync._plan.largest_bucket
 
     def groups(self) -> int:
         """How many groups this rank is in, or joining."""
-        return sum(seat.taken for seat in self._seats)
+        return sum(seat.taken for seat in self._asyncsync._seats)
 
     def fail_to_open(self) -> None:
         """Fail, once, to open a group."""
@@ -174,7 +174,7 @@ class ShardedTrainer(asyncsync.TrainerRank):
 
     async def send_weights(self, order: UpdateOrder) -> SendReceipt | None:
         if self._stopped:
-            self._sender.submit(threading.Event().wait)
+            self._asyncsync._sender.submit(threading.Event().wait)
         return await super().send_weights(order)
 
     def pid(self) -> int:

@@ -78,24 +78,28 @@ async def test_engines_generate_on_while_one_of_them_gives_its_weights() -> None
         await adding
 
 
-async def test_an_update_does_not_wait_for_a_joiner_but_takes_it_along() -> None:
-    async with synced(count=2) as (trainer, _, synchronizer):
+async def test_an_update_does_not_wait_for_joiners_but_takes_them_along() -> None:
+    async with synced(count=2, timeout=600) as (trainer, _, synchronizer):
         await synchronizer.update_weights()
-        joiner, caught_up_in = ToldEngine(zoo(60)), asyncio.Event()
+        joiners, catching_up = [ToldEngine(zoo(60 + index)) for index in range(3)], asyncio.Event()
 
         async def hang() -> None:
-            caught_up_in.set()
+            catching_up.set()
             await asyncio.Event().wait()
 
-        joiner.before["receive_weights"] = hang
-        adding = asyncio.create_task(synchronizer.add_engine(joiner))
-        await caught_up_in.wait()
+        for joiner in joiners:
+            joiner.before["receive_weights"] = hang
+        adding = [asyncio.create_task(synchronizer.add_engine(joiner)) for joiner in joiners]
+        await catching_up.wait()  # the first; the others wait for their turn
+        for joiner in joiners[1:]:
+            del joiner.before["receive_weights"]
+            joiner.before["pause_generation"] = hang
         change(trainer)
-        update = await synchronizer.update_weights()
-        assert [outcome.state for outcome in update.outcomes] == [EngineState.UPDATED] * 3
-        await adding
-        assert holds(joiner, trainer)
-        assert joiner.weight_version == 2
+        async with asyncio.timeout(60):  # if it waits for one of them, it waits far longer
+            update = await synchronizer.update_weights()
+            await asyncio.gather(*adding)
+        assert [outcome.state for outcome in update.outcomes] == [EngineState.UPDATED] * 5
+        assert all(holds(joiner, trainer) and joiner.weight_version == 2 for joiner in joiners)
 
 
 async def test_many_join_at_once_and_an_update_comes_between() -> None:

@@ -20,7 +20,7 @@ FLOORS = (
     {"errors", "report"},
     {"shield", "threads", "digests", "buckets", "packing", "shards", "clock", "fanout", "coalesce", "lock", "guard"},
     {"weights", "messages", "cluster", "transports", "sending", "gathering"},
-    {"engines", "trainer", "trainer_group", "shared_lock"},
+    {"engines", "rank_worker", "trainer", "trainer_group", "shared_lock"},
     {"fleet", "membership", "sources", "attempt", "connection", "catch_up"},
     {"synchronizer"},
     {"__init__"},

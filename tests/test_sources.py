@@ -177,7 +177,9 @@ async def test_an_update_of_several_sources_that_is_cancelled_at_any_await_can_b
                 await asyncio.wait([asyncio.create_task(run(update))])
                 await synchronizer.update_weights()
                 assert all(holds(engine, model) for engine in engines)
-            assert not any(seat.taken for rank in ranks for seat in rank._seats), "closing leaves every group"
+            assert not any(seat.taken for rank in ranks for seat in rank._asyncsync._seats), (
+                "closing leaves every group"
+            )
             assert not any(seat.taken for engine in engines for seat in engine._seats.values())
             if not update.reached:
                 break
@@ -392,5 +394,5 @@ async def test_the_groups_of_a_conductor_that_is_gone_are_left_with_the_next_upd
     await gone.update_weights()  # and is never closed
     async with WeightSynchronizer([[rank] for rank in ranks], engines[:1]) as synchronizer:
         await synchronizer.update_weights()
-        assert [len(rank._seats) for rank in ranks] == [1, 1]
+        assert [len(rank._asyncsync._seats) for rank in ranks] == [1, 1]
         assert holds(engines[0], model)

@@ -1054,7 +1054,7 @@ async def test_a_trainer_that_dies_in_mid_transfer_is_named_and_no_engine_that_h
         async def send_weights(self, order: UpdateOrder) -> SendReceipt | None:
             if not self.dead:
                 return await super().send_weights(order)
-            self._close_links()  # what its engines hear
+            self._asyncsync._close_links()  # what its engines hear
             await asyncio.Event().wait()
             raise AssertionError
 
