@@ -157,6 +157,8 @@ async def a_node_that_dies(nodes: Any, actors: Actors) -> dict[str, Any]:
 
         add_node(nodes, SPARE, ("engine 1",))
         before = listening(await running_again(engine))
+        await synchronizer.connect()
+        seen["caught up"] = await held([engine])
         await synchronizer.update_weights()
         seen["repaired"] = {"sent": digest(contents(trainer)), "held": await held(actors.engines)}
         seen["moved to"] = (await actors.nodes())["engine 1"]
