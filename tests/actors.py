@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import ray
 import torch
 from torch import Tensor, nn
 
@@ -40,6 +41,10 @@ class Probe:
     def pid(self) -> int:
         """The process."""
         return os.getpid()
+
+    def node(self) -> str:
+        """Id of the Ray node it runs on."""
+        return str(ray.get_runtime_context().get_node_id())
 
     def contents(self) -> dict[str, bytes]:
         """The weights' bytes."""

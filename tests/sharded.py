@@ -17,6 +17,7 @@ import asyncsync
 from asyncsync import cluster
 from asyncsync.messages import SendReceipt, UpdateOrder
 from asyncsync.weights import WeightSource
+from tests.actors import Probe
 from tests.sample import content
 
 
@@ -63,7 +64,7 @@ class Scattered:
             tensor.mul_(-2)
 
 
-class ShardedTrainer(asyncsync.TrainerRank):
+class ShardedTrainer(Probe, asyncsync.TrainerRank):
     """One rank of a trainer."""
 
     def __init__(self, rank: int) -> None:
@@ -176,10 +177,6 @@ class ShardedTrainer(asyncsync.TrainerRank):
         if self._stopped:
             self._asyncsync._sender.submit(threading.Event().wait)
         return await super().send_weights(order)
-
-    def pid(self) -> int:
-        """The process."""
-        return os.getpid()
 
 
 def shard(module: Mixed, kind: str, size: int) -> None:
