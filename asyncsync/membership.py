@@ -140,10 +140,6 @@ class Membership:
         member.weight_version = self._initial_version
         return member
 
-    def note_update(self) -> None:
-        """A version was published: engines that join from now on do not hold the initial one."""
-        self._initial_version = None
-
 
 def engine_key(engine: Any) -> str:
     """What tells one engine from another."""

@@ -566,7 +566,6 @@ class WeightSynchronizer:
         order = attempt.order
         self._version, self._base_epoch = order.version, order.epoch
         self._published = Published(version=order.version, digest=attempt.digest, plan_digest=order.plan_digest)
-        self._membership.note_update()
         updated, self._updated = self._updated, asyncio.Event()
         updated.set()
 
