@@ -321,6 +321,7 @@ class WeightSynchronizer:
         """Bring an engine to the published version: from another engine, or with the next update."""
         deadline = anyio.current_time() + self._timeout
         while self._version is not None and not self._is_ready(member) and member in self._membership:
+            self._check_usable()
             updated = self._updated
             async with self._turn() as clock:
                 if self._published is None or self._is_ready(member) or member not in self._membership:
@@ -354,6 +355,8 @@ class WeightSynchronizer:
             await shielded(self._aclose(), 6 * CLEANUP_TIMEOUT)
 
     async def _aclose(self) -> None:
+        self._interrupt_catching_up()
+        self._updated.set()  # who waits for an update is told that none will come
         await self._updates.aclose()
         with anyio.move_on_after(CLEANUP_TIMEOUT):
             await self._busy.acquire()  # a connect() that is under way; kept, since nothing may follow
@@ -364,8 +367,7 @@ class WeightSynchronizer:
     # -- the transaction ------------------------------------------------------------------------------------------
 
     async def _update(self) -> WeightUpdate:
-        if self._catching_up is not None:
-            self._catching_up.cancel()
+        self._interrupt_catching_up()
         async with self._turn() as clock, self._trainer_ready(clock):
             while True:
                 fleet = self._updating = await self._reconcile(clock)
@@ -382,6 +384,10 @@ class WeightSynchronizer:
                     _log.warning("once more without those who left meanwhile: %s", error)
                 finally:
                     self._updating = None
+
+    def _interrupt_catching_up(self) -> None:
+        if self._catching_up is not None:
+            self._catching_up.cancel()
 
     @asynccontextmanager
     async def _turn(self) -> AsyncIterator[UpdateClock]:

@@ -265,6 +265,25 @@ async def test_joining_that_is_cancelled_at_any_await_leaves_all_fit_for_the_nex
     assert at >= 8
 
 
+async def test_closing_ends_what_waits_to_join() -> None:
+    for engine, step in ((Stingy(zoo(50)), "describe_engine"), (ToldEngine(zoo(50)), "give_weights")):
+        reached, joiner = asyncio.Event(), ToldEngine(zoo(60))
+
+        async def note(reached: asyncio.Event = reached) -> None:
+            reached.set()
+
+        synchronizer = WeightSynchronizer(Zoo(1), [engine], timeout=600)
+        await synchronizer.update_weights()
+        engine.before[step] = note
+        joiner.before["receive_weights"] = hanging()
+        adding = asyncio.create_task(synchronizer.add_engine(joiner))
+        await reached.wait()
+        await synchronizer.aclose()
+        async with asyncio.timeout(60):
+            with pytest.raises(asyncsync.ClosedError):
+                await adding
+
+
 # -- leaving ---------------------------------------------------------------------------------------------------------
 
 
