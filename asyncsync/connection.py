@@ -24,6 +24,7 @@ from typing import Any, Literal
 from asyncsync.attempt import Orders
 from asyncsync.buckets import TensorSpec, joint_digest, refuse_rivals
 from asyncsync.clock import UpdateClock
+from asyncsync.engines.base import RolloutEngine
 from asyncsync.errors import ConnectError, PlanError
 from asyncsync.fanout import race, settle
 from asyncsync.fleet import Fleet, Member
@@ -342,11 +343,11 @@ class Connection:
         await settle({index: leave(connections) for index, connections in enumerate(groups)})
 
     async def _engines_leave(self, connections: Sequence[str], members: Iterable[Member], timeout: float) -> None:
-        def leave(member: Member, connection: str) -> Awaitable[None]:
-            return member.call(lambda engine: engine.leave_group(connection), timeout)
+        async def leave(engine: RolloutEngine) -> None:
+            for connection in connections:  # one by one: with all of them at once, many engines would stall the loop
+                await engine.leave_group(connection)
 
-        left = {(member, each): leave(member, each) for member in members for each in connections}
-        _note((await settle(left)).values())
+        _note((await settle({member: member.call(leave, timeout) for member in members})).values())
 
 
 def engine_ends(
