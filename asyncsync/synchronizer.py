@@ -78,7 +78,8 @@ class WeightSynchronizer:
         trainer: Where the weights come from: a module, a state dict, pairs of (name, tensor) or a function that
             returns one of these, in this process; or a Ray actor whose class includes :class:`asyncsync.TrainerRank`,
             or a list of them, one a rank (FSDP2, tensor parallel, replicated), of which the first is the source; or a
-            list of such lists, one a pipeline stage, each with a source of its own.
+            list of such lists, one a pipeline stage, each with a source of its own. In the place of an actor there may
+            be an object here with the :class:`asyncsync.trainer.Rank` protocol.
         engines: Where they go: Ray actors whose class includes :class:`asyncsync.ModuleEngine`, objects with the
             :class:`asyncsync.RolloutEngine` protocol, or lists of the ranks of an engine that has several. Or an async
             function that returns the engines of now: it is called once before every update, and its answer is the list

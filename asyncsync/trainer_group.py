@@ -13,7 +13,7 @@ import itertools
 import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from asyncsync import cluster
 from asyncsync.buckets import TensorSpec, list_names
@@ -23,7 +23,7 @@ from asyncsync.messages import Contacts, ReadOptions, Rendezvous, SendReceipt, T
 from asyncsync.rank_worker import RankWorker, shard_connection
 from asyncsync.shards import Holding
 from asyncsync.shield import shielded
-from asyncsync.trainer import Rank, RemoteTrainer, Trainer, TrainerRank
+from asyncsync.trainer import TRAINER_METHODS, Rank, RemoteTrainer, Trainer
 from asyncsync.transports.forming import End, form_group
 
 T = TypeVar("T")
@@ -272,12 +272,13 @@ def _is_stage(candidate: Any) -> bool:
 
 
 def _as_rank(candidate: Any) -> Rank:
-    return candidate if isinstance(candidate, TrainerRank) else RemoteTrainer(candidate)
+    return RemoteTrainer(candidate) if _is_remote(candidate) else cast("Rank", candidate)
 
 
 def _is_rank(candidate: Any) -> bool:
-    return (
-        isinstance(candidate, TrainerRank)
-        or cluster.is_actor(candidate)
-        or hasattr(getattr(candidate, "describe_weights", None), "remote")
-    )
+    here = not isinstance(candidate, type) and all(hasattr(candidate, name) for name in TRAINER_METHODS)
+    return here or _is_remote(candidate)
+
+
+def _is_remote(candidate: Any) -> bool:
+    return cluster.is_actor(candidate) or hasattr(getattr(candidate, "describe_weights", None), "remote")
