@@ -94,8 +94,8 @@ class ShardPlan:
     def __init__(self, plan: Plan, holdings: Sequence[Holding]) -> None:
         self.plan = plan
         self.ranks = len(holdings)
-        self._owners: dict[int, tuple[tuple[int, Block], ...]] = {}
-        known: dict[object, tuple[tuple[int, Block], ...] | None] = {}
+        self._owners: dict[int, Mapping[int, Block]] = {}
+        known: dict[object, Mapping[int, Block] | None] = {}
         torn: list[TensorSpec] = []
         for index, spec in enumerate(plan.specs):
             held = tuple(holding[index] for holding in holdings)
@@ -136,29 +136,38 @@ class ShardPlan:
     @cached_property
     def bringers(self) -> tuple[int, ...]:
         """The ranks that have something to bring to the source."""
-        owners = {rank for owners in self._owners.values() for rank, _ in owners}
+        owners = set(itertools.chain.from_iterable(self._owners.values()))
         return tuple(sorted(owners - {0}))
 
     @cached_property
     def largest_gather(self) -> int:
         """Bytes of all messages of a bucket, at the most."""
-        return max(sum(self.nbytes(bucket, rank) for rank in self.bringers) for bucket in self.plan.buckets)
+        return max(sum(self.nbytes(bucket, rank) for rank in self.bringers) for bucket in self._unlike)
 
     def largest_message(self, rank: int) -> int:
         """Bytes of a rank's message for a bucket, at the most."""
-        return max(self.nbytes(bucket, rank) for bucket in self.plan.buckets)
+        return max(self.nbytes(bucket, rank) for bucket in self._unlike)
+
+    @cached_property
+    def _unlike(self) -> Sequence[Bucket]:
+        """Some buckets, such that each other one is like one of them: of every rank it takes as many bytes."""
+        found: dict[object, Bucket] = {}
+        for bucket in self.plan.buckets:
+            like = [(piece.start, piece.stop) for piece in bucket.pieces]
+            kinds = [(id(self._owners.get(index)), self.plan.specs[index].dtype) for index in _tensors(bucket)]
+            found.setdefault((*like, *kinds), bucket)
+        return tuple(found.values())
 
     def _find_parts(self, bucket: Bucket, rank: int) -> list[Part]:
         parts: list[Part] = []
         pieces = {piece.tensor: piece for piece in bucket.pieces}
         for index in _tensors(bucket):
-            for owner, block in self._owners.get(index, ()):
-                if owner == rank:
-                    first, stop = _rows(self.plan.specs[index], pieces.get(index))
-                    block = block.rows(first, stop) if block.shape else block
-                    if block.numel:
-                        offset = _end(self.plan, parts[-1]) if parts else 0
-                        parts.append(Part(index, block, offset))
+            block = self._owners.get(index, {}).get(rank)
+            if block is not None and index in pieces and block.shape:
+                block = block.rows(*_rows(self.plan.specs[index], pieces[index]))
+            if block is not None and block.numel:
+                offset = _end(self.plan, parts[-1]) if parts else 0
+                parts.append(Part(index, block, offset))
         return parts
 
     def pack_parts(
@@ -247,12 +256,12 @@ class ShardPlan:
         return part.block.of(tensors[part.tensor], held.start)
 
 
-def _owners(shape: tuple[int, ...], held: Sequence[Block | None]) -> tuple[tuple[int, Block], ...] | None:
-    """The blocks that make up a tensor and the first rank that holds each; None if they do not tile it."""
+def _owners(shape: tuple[int, ...], held: Sequence[Block | None]) -> Mapping[int, Block] | None:
+    """The blocks that make up a tensor, by the first rank that holds each; None if they do not tile it."""
     blocks: dict[Block, int] = {}
     for rank, block in enumerate(held):
         if block is None:
-            return ((rank, Block((0,) * len(shape), shape)),)
+            return {rank: Block((0,) * len(shape), shape)}
         if block.numel:
             blocks.setdefault(block, rank)
     within = all(
@@ -263,19 +272,17 @@ def _owners(shape: tuple[int, ...], held: Sequence[Block | None]) -> tuple[tuple
     whole = sum(block.numel for block in blocks) == math.prod(shape)
     if not within or not whole or any(one.overlaps(other) for one, other in itertools.combinations(blocks, 2)):
         return None
-    return tuple((rank, block) for block, rank in blocks.items())
+    return {rank: block for block, rank in blocks.items()}
 
 
 def _tensors(bucket: Bucket) -> tuple[int, ...]:
     return (*bucket.whole, *(piece.tensor for piece in bucket.pieces))
 
 
-def _rows(spec: TensorSpec, piece: Piece | None) -> tuple[int, int]:
-    """The rows of a tensor that a piece touches; all of them if there is no piece."""
+def _rows(spec: TensorSpec, piece: Piece) -> tuple[int, int]:
+    """The rows of a tensor that a piece touches."""
     if not spec.shape:
         return 0, 1
-    if piece is None:
-        return 0, spec.shape[0]
     row = math.prod(spec.shape[1:]) * spec.dtype.itemsize
     return piece.start // row, -(-piece.stop // row)
 
