@@ -5,10 +5,11 @@ Everything that cannot be sent is refused here, by name, before anything is plan
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, TypeAlias, runtime_checkable
+from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,7 @@ from asyncsync.buckets import TensorSpec, list_names
 from asyncsync.errors import PlanError, TransferError
 from asyncsync.messages import NameMap
 from asyncsync.shards import Block, Holding
-from asyncsync.transports.dtensor import is_dtensor, local_block
+from asyncsync.transports.dtensor import Boxes, is_dtensor
 
 NamedTensors: TypeAlias = nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 
@@ -120,18 +121,13 @@ class WeightSource:
         pairs = list(named_tensors(self._weights))
         if name_map is not None:
             pairs = [(mapped, tensor) for name, tensor in pairs if (mapped := _map(name_map, name)) is not None]
-        held = [_hold(name, tensor) for name, tensor in pairs]
-        _refuse_unsendable([(name, one.tensor) for (name, _), one in zip(pairs, held, strict=True)])
-        if odd := [name for name, _ in pairs if not isinstance(name, str)]:
-            raise PlanError(f"names must be strings, not {', '.join(map(repr, odd[:8]))}")
-        layout = [
-            (name, one.tensor.dtype, one.tensor.shape if one.whole is None else one.whole, _identity(one), one.block)
-            for (name, _), one in zip(pairs, held, strict=True)
-        ]
-        if self._last is None or self._last.layout != layout or self._last.dtype != dtype:
-            self._last = _Reading(layout, dtype)
-        tensors = tuple(held[index].tensor.detach() for index in self._last.firsts)
-        return Snapshot(self._last.specs, tensors, self._last.holding)
+        with torch.no_grad():
+            last = self._last
+            tensors = last.reread(pairs) if last is not None and last.dtype == dtype else None
+            if last is None or tensors is None:
+                last, tensors = _read_anew(pairs, dtype)
+        self._last = last
+        return Snapshot(last.specs, tensors, last.holding)
 
     def _read_gathered(self, weights: GatheredWeights, name_map: NameMap | None, dtype: torch.dtype | None) -> Snapshot:
         described = [(name, held, tuple(shape)) for name, held, shape in weights.describe()]
@@ -176,24 +172,66 @@ class _GatheredReading:
 
 
 class _Reading:
-    """What one reading found, kept since the next mostly finds the same."""
+    """What one reading found, kept since the next mostly finds the same.
 
-    def __init__(self, layout: list[_Found], dtype: torch.dtype | None) -> None:
+    Args:
+        layout: The tensors, under every name.
+        dtype: What floating-point tensors are sent in.
+
+    Raises:
+        PlanError: A name occurs twice.
+    """
+
+    def __init__(self, layout: Sequence[_Found], dtype: torch.dtype | None) -> None:
         _refuse_duplicates([name for name, *_ in layout])
-        groups: dict[object, list[int]] = {}
-        for index, (*_, identity, _) in enumerate(layout):
-            groups.setdefault(index if identity is None else identity, []).append(index)
-        specs = []
-        for first, *others in groups.values():
-            name, held, shape, *_ = layout[first]
-            sent = dtype if dtype is not None and held.is_floating_point else held
-            specs.append(TensorSpec(name, sent, tuple(shape), tuple(layout[other][0] for other in others)))
+        firsts: dict[object, int] = {}
+        aliases: dict[int, list[str]] = {}
+        for index, (name, _, _, identity, _) in enumerate(layout):
+            first = index if identity is None else firsts.setdefault(identity, index)
+            if first != index:
+                aliases.setdefault(first, []).append(name)
+        tied = set(itertools.chain.from_iterable(aliases.values()))
         self.layout = layout
         self.dtype = dtype
-        self.firsts = [first for first, *_ in groups.values()]
-        self.specs = tuple(specs)
-        holding = tuple(layout[first][-1] for first in self.firsts)
+        self.is_own = [name not in tied for name, *_ in layout]
+        self.specs = tuple(
+            TensorSpec(
+                name,
+                dtype if dtype is not None and held.is_floating_point else held,
+                tuple(shape),
+                tuple(aliases.get(index, ())),
+            )
+            for index, (name, held, shape, _, _) in enumerate(layout)
+            if self.is_own[index]
+        )
+        holding = tuple(block for (*_, block), own in zip(layout, self.is_own, strict=True) if own)
         self.holding = None if all(block is None for block in holding) else holding
+
+    def reread(self, pairs: Sequence[tuple[str, Tensor]]) -> tuple[Tensor, ...] | None:
+        """The tensors, detached, if they are where and what they were; else None.
+
+        Goes through them one by one and keeps nothing of each but itself: a garbage collection would look through it.
+        """
+        if len(pairs) != len(self.layout):
+            return None
+        tensors, boxes = [], Boxes()
+        for (name, tensor), found, own in zip(pairs, self.layout, self.is_own, strict=True):
+            held = _hold(name, tensor, boxes)
+            if reason_against(held.tensor) is not None or _find(name, held) != found:
+                return None
+            if own:
+                tensors.append(held.tensor.detach())
+        return tuple(tensors)
+
+
+def _read_anew(pairs: Sequence[tuple[str, Tensor]], dtype: torch.dtype | None) -> tuple[_Reading, tuple[Tensor, ...]]:
+    boxes = Boxes()
+    held = [_hold(name, tensor, boxes) for name, tensor in pairs]
+    _refuse_unsendable((name, one.tensor) for (name, _), one in zip(pairs, held, strict=True))
+    if odd := [name for name, _ in pairs if not isinstance(name, str)]:
+        raise PlanError(f"names must be strings, not {', '.join(map(repr, odd[:8]))}")
+    reading = _Reading([_find(name, one) for (name, _), one in zip(pairs, held, strict=True)], dtype)
+    return reading, tuple(one.tensor.detach() for one, own in zip(held, reading.is_own, strict=True) if own)
 
 
 def named_tensors(weights: Weights) -> Iterator[tuple[str, Tensor]]:
@@ -218,7 +256,13 @@ def module_tensors(module: nn.Module) -> dict[str, Tensor]:
 
     What else a state dict may hold (``_extra_state``) is not a weight and is left out.
     """
-    own = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+    # One walk, and no generators for each module: there may be a hundred thousand.
+    own = {
+        id(tensor)
+        for each in module.modules()
+        for tensor in (*each._parameters.values(), *each._buffers.values())
+        if tensor is not None
+    }
     return {name: tensor for name, tensor in module.state_dict(keep_vars=True).items() if id(tensor) in own}
 
 
@@ -229,8 +273,7 @@ def _map(name_map: NameMap, name: str) -> str | None:
         raise PlanError(f"name_map failed for {name!r}: {type(error).__name__}: {error}", names=(name,)) from error
 
 
-@dataclass(frozen=True, slots=True)
-class _Held:
+class _Held(NamedTuple):
     """A tensor as it lies on this rank.
 
     Attributes:
@@ -246,11 +289,16 @@ class _Held:
     origin: int | None = None
 
 
-def _hold(name: str, tensor: Tensor) -> _Held:
+def _hold(name: str, tensor: Tensor, boxes: Boxes) -> _Held:
     if not is_dtensor(tensor):
         return _Held(tensor)
-    local, block = local_block(name, tensor)
+    local, block = boxes.local(name, tensor)
     return _Held(local, tensor.shape, block, id(tensor))
+
+
+def _find(name: str, held: _Held) -> _Found:
+    tensor = held.tensor
+    return name, tensor.dtype, tensor.shape if held.whole is None else held.whole, _identity(held), held.block
 
 
 def _identity(held: _Held) -> object:
@@ -258,8 +306,8 @@ def _identity(held: _Held) -> object:
     tensor = held.tensor
     if tensor.numel() == 0:
         return held.origin
-    lazily = (tensor.is_conj(), tensor.is_neg())  # the same memory, read as other values
-    return (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), lazily)
+    where = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+    return (*where, tensor.is_conj(), tensor.is_neg())  # lazily: the same memory, read as other values
 
 
 def _refuse_duplicates(names: Sequence[str]) -> None:
@@ -269,7 +317,7 @@ def _refuse_duplicates(names: Sequence[str]) -> None:
         raise PlanError(f"duplicate names in the weights: {list_names(twice)}", names=sorted(twice))
 
 
-def _refuse_unsendable(pairs: Sequence[tuple[str, Tensor]]) -> None:
+def _refuse_unsendable(pairs: Iterable[tuple[str, Tensor]]) -> None:
     refused: dict[str, list[str]] = {}
     for name, tensor in pairs:
         if (reason := reason_against(tensor)) is not None:

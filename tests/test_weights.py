@@ -134,3 +134,57 @@ def test_the_same_memory_read_as_other_values_is_not_tied() -> None:
     tensor = torch.complex(torch.arange(3.0), torch.ones(3))
     snapshot = WeightSource({"a": tensor, "b": tensor.conj(), "c": tensor.imag, "d": tensor.conj().imag}).read()
     assert [spec.aliases for spec in snapshot.specs] == [(), (), (), ()]
+
+
+def _moved(module: nn.Linear) -> None:
+    module.weight.data = module.weight.data.clone()
+
+
+def _converted(module: nn.Linear) -> None:
+    module.half()
+
+
+def _replaced(module: nn.Linear) -> None:
+    module.weight = nn.Parameter(torch.zeros(5, 2))
+
+
+def _tied(module: nn.Linear) -> None:
+    module.bias.data = module.weight.data[:, 0]
+    module.weight.data = module.bias.data
+
+
+def _renamed(module: nn.Linear) -> None:
+    module.register_parameter("scale", module.bias)
+    del module.bias
+
+
+@pytest.mark.parametrize("change", [_moved, _converted, _replaced, _tied, _renamed])
+def test_what_changed_since_the_last_reading_is_found(change: Callable[[nn.Linear], None]) -> None:
+    module = linear()
+    source = WeightSource(module)
+    source.read()
+    change(module)
+    again, anew = source.read(), WeightSource(module).read()
+    assert again.specs == anew.specs
+    assert [tensor.data_ptr() for tensor in again.tensors] == [tensor.data_ptr() for tensor in anew.tensors]
+    assert all(not tensor.requires_grad for tensor in again.tensors)
+
+
+def test_what_cannot_be_sent_any_more_is_refused_by_name() -> None:
+    weights = {"a": torch.zeros(2), "b": torch.zeros(2)}
+    source = WeightSource(weights)
+    source.read()
+    weights["b"] = torch.zeros(2, device="meta")
+    with pytest.raises(PlanError, match="b: on the meta device"):
+        source.read()
+
+
+def test_a_parameter_that_is_none_makes_no_weight_of_state_that_is_none() -> None:
+    class Quiet(nn.Linear):
+        def get_extra_state(self) -> None:
+            return None
+
+        def set_extra_state(self, state: None) -> None:
+            pass
+
+    assert names(Quiet(2, 3, bias=False)) == ["weight"]
