@@ -222,6 +222,19 @@ def plan_buckets(specs: Sequence[TensorSpec], bucket_size: int = DEFAULT_BUCKET_
     return Plan(tuple(specs), tuple(offsets), tuple(cutter.buckets), bucket_size, end)
 
 
+def replan(known: Plan | None, specs: Sequence[TensorSpec], bucket_size: int) -> Plan:
+    """The plan of these tensors: the known one, if it is that; else a new one, its digest computed.
+
+    Raises:
+        PlanError: A name occurs twice.
+    """
+    if known is not None and known.specs == specs and known.bucket_size == bucket_size:
+        return known
+    plan = plan_buckets(specs, bucket_size)
+    _ = plan.digest, plan.nbytes  # computed here, and kept: large plans take a while
+    return plan
+
+
 def join_plans(plans: Sequence[Plan]) -> Plan:
     """The plan of several sources: their tensors one after another, their buckets in turns.
 

@@ -18,7 +18,7 @@ import numpy as np
 from torch import Tensor
 
 from asyncsync import cluster
-from asyncsync.buckets import Plan, plan_buckets
+from asyncsync.buckets import Plan, replan
 from asyncsync.digests import Digests
 from asyncsync.errors import ConnectError, OutOfStepError, TransferError
 from asyncsync.gathering import CallGathering, ShardGathering, bring_shards, take_part
@@ -122,11 +122,7 @@ class RankWorker:
 
     def _read(self, options: ReadOptions) -> tuple[Plan, Snapshot]:
         snapshot = self._source.read(name_map=options.name_map, dtype=options.dtype)
-        plan = self._plan
-        if plan is None or plan.specs != snapshot.specs or plan.bucket_size != options.bucket_size:
-            plan = plan_buckets(snapshot.specs, options.bucket_size)
-            _ = plan.digest, plan.nbytes  # computed here, and kept: large plans take a while
-        return plan, snapshot
+        return replan(self._plan, snapshot.specs, options.bucket_size), snapshot
 
     async def open_trainer_group(self, rendezvous: Rendezvous) -> Contacts:
         """See :class:`~asyncsync.trainer.Trainer`.

@@ -9,7 +9,10 @@ import time
 import pytest
 import torch
 
-from benchmarks import joining, layouts, seed_loop, sync_latency
+import asyncsync
+from asyncsync.buckets import TensorSpec
+from asyncsync.messages import UpdateOrder
+from benchmarks import joining, layouts, scale, seed_loop, simulated, sync_latency
 
 KEYS = [
     "case",
@@ -121,3 +124,61 @@ async def _blocked(seconds: float) -> float:
 @pytest.mark.asyncio
 async def test_the_ticker_sees_a_loop_blocked_to_the_end() -> None:
     assert await _blocked(0.05) >= 48
+
+
+@pytest.mark.parametrize("staged", [True, False])
+@pytest.mark.asyncio
+async def test_the_control_plane_is_measured_over_simulated_engines_and_sources(staged: bool) -> None:
+    row = await scale.measure_control(3, 2, staged=staged, rounds=1)
+    assert json.loads(json.dumps(row)) == row
+    assert (row["engines"], row["sources"], row["staged"]) == (3, 2, staged)
+    assert row["control_ms"] > 0
+
+
+@pytest.mark.asyncio
+async def test_simulated_ends_refuse_what_real_ones_refuse() -> None:
+    plans = simulated.SharedPlan()
+    engines = [simulated.SimulatedEngine(plans, staged=True) for _ in range(2)]
+    trainer = simulated.SimulatedTrainer([TensorSpec("weight", torch.float32, (3,))])
+    async with asyncsync.WeightSynchronizer(trainer, engines) as synchronizer:
+        await synchronizer.update_weights()
+        update = await synchronizer.update_weights()
+        assert [engine.weight_version for engine in engines] == [2, 2]
+        assert [outcome.digest for outcome in update.outcomes] == [update.digest] * 2
+        status = await engines[0].describe_engine()
+        assert (status.epoch > 0, status.plan_digest is not None, len(status.connections)) == (True, True, 1)
+        order = UpdateOrder(
+            epoch=status.epoch + 1,
+            version=3,
+            connections=status.connections,
+            plan_digest=str(status.plan_digest),
+            policy="drain",
+            base_epoch=None,
+            timeout=1.0,
+        )
+        older = dataclasses.replace(order, epoch=status.epoch - 1)
+        elsewhere = dataclasses.replace(order, connections=("another",))
+        other = dataclasses.replace(order, plan_digest="another")
+        for wrong in (older, elsewhere, other, dataclasses.replace(order, version=2)):
+            with pytest.raises(asyncsync.OutOfStepError):
+                await engines[0].receive_weights(wrong)
+        for wrong in (older, elsewhere, other):
+            with pytest.raises(asyncsync.OutOfStepError):
+                await trainer.send_weights(wrong)
+        await engines[0].receive_weights(order)
+
+
+def test_planning_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [scale.measure_planning(count, rounds=1) for count in (300, 600)]
+    for row, count in zip(rows, (300, 600), strict=True):
+        assert json.loads(json.dumps(row)) == row
+        assert row["tensors"] == count
+        assert row["plan_first_s"] > 0
+        assert row["plan_again_s"] >= 0
+    control = dict.fromkeys(
+        ("control_ms", "least_ms", "first_ms", "joined_ms", "left_ms", "stall_ms", "bare_ms"), 500.0
+    )
+    scale.show([{"engines": count, "sources": 1, "staged": True} | control for count in (1, 1024)], rows)
+    printed = capsys.readouterr().out
+    assert "1024 engines, 1 sources, staged: 500 ms, target 300 MISSED; one more: 0 us up to 1024" in printed
+    assert "600 tensors, planned again" in printed
