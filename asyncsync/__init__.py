@@ -4,7 +4,7 @@ A weight update is one awaited transaction: see :class:`WeightSynchronizer`.
 """
 
 from asyncsync.cluster import remote
-from asyncsync.engines import EngineReceipt, GivingEngine, ModuleEngine, RolloutEngine
+from asyncsync.engines import EngineGroup, EngineReceipt, GivingEngine, ModuleEngine, RolloutEngine
 from asyncsync.errors import (
     AsyncSyncError,
     ClosedError,
@@ -42,6 +42,7 @@ __all__ = [
     "Contacts",
     "EngineError",
     "EngineErrorGroup",
+    "EngineGroup",
     "EngineOutcome",
     "EngineReceipt",
     "EngineState",

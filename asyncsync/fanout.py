@@ -78,6 +78,17 @@ async def settle(calls: Mapping[K, Awaitable[T]]) -> dict[K, T | Exception]:
     return results
 
 
+def is_ours(error: BaseException) -> bool:
+    """Whether this is for the one who called, not a failure of the one who was called.
+
+    A CancelledError in a task that nobody cancelled is such a failure: it comes from the other side.
+    """
+    if isinstance(error, asyncio.CancelledError):
+        task = asyncio.current_task()
+        return task is None or task.cancelling() > 0
+    return isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit)
+
+
 async def end(tasks: Collection[asyncio.Future[Any]]) -> None:
     """Cancel tasks, wait until each has ended (bounded: one that does not let go is left), and note their errors."""
     running = [task for task in tasks if not task.done()]

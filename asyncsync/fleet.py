@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from asyncsync import cluster
 from asyncsync.engines.base import RolloutEngine
 from asyncsync.errors import ConnectError, EngineError, EngineErrorGroup, OutOfStepError, PlanError, TransferError
-from asyncsync.fanout import settle
+from asyncsync.fanout import is_ours, settle
 from asyncsync.messages import EngineStatus, Policy
 
 T = TypeVar("T")
@@ -95,17 +95,6 @@ class Member:
             self._calls.discard(limit)
 
 
-def is_ours(error: BaseException) -> bool:
-    """Whether this is for the one who called, not a failure of the one who was called.
-
-    A CancelledError in a task that nobody cancelled is such a failure: it comes from the other side.
-    """
-    if isinstance(error, asyncio.CancelledError):
-        task = asyncio.current_task()
-        return task is None or task.cancelling() > 0
-    return isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit)
-
-
 class Fleet:
     """The engines of one update: a snapshot of who belongs to the synchronizer, the same for every rank and phase.
 
@@ -159,9 +148,10 @@ class Fleet:
         statuses = await self.all(lambda engine: engine.describe_engine())
         seen: dict[str, str] = {}
         for member, status in statuses.items():
-            if status.instance in seen:
-                raise ConnectError(f"{member.name} and {seen[status.instance]} are the same engine")
-            seen[status.instance] = member.name
+            for instance in status.instance.split("+"):
+                if instance in seen:
+                    raise ConnectError(f"{member.name} and {seen[instance]} are the same engine, or share a rank")
+                seen[instance] = member.name
             if policy not in status.policies:
                 can = ", ".join(status.policies)
                 raise ConnectError(f"{member.name} cannot {policy} requests in flight, only {can}")

@@ -8,7 +8,8 @@ from typing import Any, TypeAlias
 
 from asyncsync import cluster
 from asyncsync.engines.base import RolloutEngine
-from asyncsync.engines.remote import RemoteEngine
+from asyncsync.engines.group import EngineGroup, rank_keys, ranks_of
+from asyncsync.engines.remote import as_rank
 from asyncsync.errors import MembershipError
 from asyncsync.fleet import Fleet, Member
 
@@ -20,12 +21,12 @@ class Membership:
     """The engines of a synchronizer, as they come and go.
 
     Args:
-        engines: Ray actors that include :class:`asyncsync.ModuleEngine`, or objects with the protocol; or an async
-            function that returns them.
+        engines: Ray actors that include :class:`asyncsync.ModuleEngine`, or objects with the protocol, or lists of
+            these, one a rank, for an engine that has several; or an async function that returns all that.
         initial_version: The version that those who join before the first update hold already.
 
     Raises:
-        MembershipError: There are none, or one is given twice.
+        MembershipError: There are none, or one, or a rank of one, is given twice.
         TypeError: One does not have the protocol.
 
     Attributes:
@@ -93,13 +94,15 @@ class Membership:
         """Have an engine join.
 
         Raises:
-            MembershipError: It belongs to it already, or engines are asked for.
+            MembershipError: It belongs to it already, or one of its ranks does; or engines are asked for.
             TypeError: It does not have the protocol.
         """
         self._refuse_if_asked("add")
         key = engine_key(engine)
         if (member := self._members.get(key)) is not None:
             raise MembershipError(f"this engine has joined already: it is {member.name}")
+        joined = [(member.name, member.handle) for member in self.members]
+        _refuse_shared_ranks([*joined, ("the engine that is to join", engine)])
         member = self._members[key] = self._new(engine)
         return member
 
@@ -111,7 +114,7 @@ class Membership:
         """
         self._refuse_if_asked("remove")
         if (member := self._members.pop(engine_key(engine), None)) is None:
-            raise MembershipError(f"{cluster.actor_class_name(engine)} is none of the engines: {self!r}")
+            raise MembershipError(f"{engine_name(engine)} is none of the engines: {self!r}")
         return member
 
     def discard(self, member: Member) -> None:
@@ -124,11 +127,13 @@ class Membership:
 
     def _set(self, engines: Iterable[Any]) -> None:
         found: dict[str, Any] = {}
+        engines = list(engines)
         for index, engine in enumerate(engines):
             key = engine_key(engine)
             if key in found:
                 raise MembershipError(f"engine {index} is given twice: it is engine {list(found).index(key)} too")
             found[key] = engine
+        _refuse_shared_ranks((f"engine {index}", engine) for index, engine in enumerate(engines))
         if not found:
             raise MembershipError("a synchronizer needs at least one engine")
         new = {key: self._new(engine) for key, engine in found.items() if key not in self._members}
@@ -142,28 +147,46 @@ class Membership:
 
 
 def engine_key(engine: Any) -> str:
-    """What tells one engine from another."""
-    return cluster.actor_key(engine)
+    """What tells one engine from another; of several ranks, the same ranks in the same order are the same engine.
+
+    Raises:
+        MembershipError: It is an empty list.
+    """
+    return "+".join(rank_keys(engine))
 
 
 def engine_name(engine: Any) -> str:
-    """The first part of an engine's name."""
+    """The first part of an engine's name; of several ranks, the class of the first."""
+    while ranks := ranks_of(engine):
+        engine = ranks[0]
     return cluster.actor_class_name(engine)
 
 
 def as_engine(candidate: Any) -> RolloutEngine:
-    """The engine behind whatever a user may pass as one.
+    """The engine behind whatever a user may pass as one: one object or actor, or a list of them, one a rank.
 
     Raises:
         TypeError: It is none.
+        MembershipError: It is an empty list, or a rank is given twice.
     """
-    if cluster.is_actor_class(candidate):
-        raise TypeError(f"{cluster.actor_class_name(candidate)} is an actor class, no actor: call its .remote(…) first")
-    if cluster.is_actor(candidate) or hasattr(getattr(candidate, "describe_engine", None), "remote"):
-        return RemoteEngine(candidate)
-    if isinstance(candidate, RolloutEngine) and not isinstance(candidate, type):
-        return candidate
-    raise TypeError(
-        f"{candidate!r} is no rollout engine: give a Ray actor that includes asyncsync.ModuleEngine, "
-        "or an object with the RolloutEngine protocol"
-    )
+    if not isinstance(candidate, list | tuple):
+        return as_rank(candidate)
+    return as_rank(candidate[0]) if len(candidate) == 1 else EngineGroup(candidate)
+
+
+def _refuse_shared_ranks(engines: Iterable[tuple[str, Any]]) -> None:
+    """Refuse a rank that is in two engines.
+
+    Args:
+        engines: What an error calls each engine, and the engine.
+
+    Raises:
+        MembershipError: There is one; both places are named.
+    """
+    places: dict[str, str] = {}
+    for name, engine in engines:
+        keys = rank_keys(engine)
+        for rank, key in enumerate(keys):
+            place = f"rank {rank} of {name}" if ranks_of(engine) else name
+            if (other := places.setdefault(key, place)) is not place:
+                raise MembershipError(f"{place} is given twice: it is {other} too")

@@ -117,7 +117,8 @@ class EngineStatus:
     """A rollout engine, as it is now.
 
     Attributes:
-        instance: Differs for every process (or object) that ever was this engine: a restart is a new one.
+        instance: Differs for every process (or object) that ever was this engine: a restart is a new one. Those of an
+            engine of several ranks are joined by ``+``.
         device: Device type of its weights.
         staged: Whether it holds new weights beside the old until the commit.
         policies: What it can do with requests in flight.

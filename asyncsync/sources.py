@@ -9,8 +9,7 @@ from typing import TypeVar
 
 from asyncsync import cluster
 from asyncsync.errors import PlanError, TrainerError, WeightUpdateError
-from asyncsync.fanout import race, settle
-from asyncsync.fleet import is_ours
+from asyncsync.fanout import is_ours, race, settle
 from asyncsync.trainer import Trainer
 
 T = TypeVar("T")

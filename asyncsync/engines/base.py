@@ -94,8 +94,8 @@ class RolloutEngine(Protocol):
 
         Args:
             epoch: The update's.
-            published: The version that other engines serve since this very update; an engine that does not hold it is
-                behind, and must count itself as tainted. None: no engine switched.
+            published: The version that counts after this very update, since other engines serve it; an engine that does
+                not hold it must count itself as tainted. None: no engine switched.
 
         Returns:
             How it is now: tainted, if weights it served were overwritten in part, or if it is behind.

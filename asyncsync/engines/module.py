@@ -93,7 +93,7 @@ class ModuleEngine:
         self._tainted: str | None = None
         self._torn: set[str] = set()  # tensors that are not of the same version as the others
         self._stale_cache = False
-        self._paused = False
+        self._paused_for: int | None = None  # the epoch of the update it is paused for
         self._binding: Binding | None = None
         self._loader: Loader | None = None
         self._seats: dict[int, Seat] = {}  # by source
@@ -199,7 +199,7 @@ class ModuleEngine:
     async def pause_generation(self, epoch: int, policy: Policy) -> None:
         """See :meth:`asyncsync.RolloutEngine.pause_generation`."""
         self._see(epoch)
-        self._paused = True
+        self._paused_for = epoch
         await self._shut(policy)
 
     async def _shut(self, policy: Policy) -> None:
@@ -231,7 +231,7 @@ class ModuleEngine:
         session = self._session
         if session is None or session.order.epoch != order.epoch or not session.received:
             raise EngineError(f"there is no received update of epoch {order.epoch} to finish")
-        if self._paused:
+        if self._paused_for == order.epoch:  # else a pause that an earlier update left behind ends here
             await self._worker.run(self._commit, session)
             return
         try:
@@ -256,7 +256,8 @@ class ModuleEngine:
             # A commit that runs already runs to its end; then the session is gone, and there is nothing to drop.
             await self._worker.run(self._drop, session)
         if published is not None and self._version != published and self._tainted is None:
-            self._taint(f"it missed version {published}, which others serve")
+            ahead = self._version is not None and self._version > published
+            self._taint(f"it holds version {self._version} alone" if ahead else f"it missed version {published}")
         return await self.describe_engine()
 
     @cluster.control
@@ -305,7 +306,7 @@ class ModuleEngine:
                 raise
             self._stale_cache = False
         if epoch == self._epoch:  # else a newer update has paused it meanwhile
-            self._paused = False
+            self._paused_for = None
             self._gate.open()
 
     # -- sessions -------------------------------------------------------------------------------------------------

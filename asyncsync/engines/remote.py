@@ -71,3 +71,21 @@ class RemoteEngine:
     async def give_weights(self, order: UpdateOrder) -> EngineReceipt:
         receipt: EngineReceipt = await cluster.call(self.handle, "give_weights", order)
         return receipt
+
+
+def as_rank(candidate: Any) -> RolloutEngine:
+    """One engine, or one rank of an engine, behind whatever a user may pass as one.
+
+    Raises:
+        TypeError: It is none.
+    """
+    if cluster.is_actor_class(candidate):
+        raise TypeError(f"{cluster.actor_class_name(candidate)} is an actor class, no actor: call its .remote(…) first")
+    if cluster.is_actor(candidate) or hasattr(getattr(candidate, "describe_engine", None), "remote"):
+        return RemoteEngine(candidate)
+    if isinstance(candidate, RolloutEngine) and not isinstance(candidate, type):
+        return candidate
+    raise TypeError(
+        f"{candidate!r} is no rollout engine: give a Ray actor that includes asyncsync.ModuleEngine, "
+        "an object with the RolloutEngine protocol, or a list of these, one a rank"
+    )
