@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 from asyncsync import cluster
+from asyncsync.buckets import list_names
 from asyncsync.engines.base import RolloutEngine
 from asyncsync.errors import ConnectError, EngineError, EngineErrorGroup, OutOfStepError, PlanError, TransferError
 from asyncsync.fanout import is_ours, settle
@@ -144,6 +145,7 @@ class Fleet:
         Raises:
             ConnectError: One cannot be used: it is another one too, cannot do the policy, or would not answer while
                 it generates.
+            PlanError: One has not all of a tensor: it is a rank of an engine, and others are missing.
         """
         statuses = await self.all(lambda engine: engine.describe_engine())
         seen: dict[str, str] = {}
@@ -152,6 +154,12 @@ class Fleet:
                 if instance in seen:
                     raise ConnectError(f"{member.name} and {seen[instance]} are the same engine, or share a rank")
                 seen[instance] = member.name
+            if status.shards:
+                raise PlanError(
+                    f"{member.name} holds only a part of {list_names(set(status.shards))}: "
+                    "give the synchronizer a list of all ranks of the engine in its place",
+                    names=sorted(status.shards),
+                )
             if policy not in status.policies:
                 can = ", ".join(status.policies)
                 raise ConnectError(f"{member.name} cannot {policy} requests in flight, only {can}")

@@ -9,14 +9,14 @@ replaced, changes nothing.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 import torch
 
 from asyncsync.buckets import Plan, TensorSpec, join_plans, plan_buckets
-from asyncsync.shards import Holding
+from asyncsync.shards import Block, Holding
 
 PROTOCOL_VERSION = 2
 
@@ -130,6 +130,8 @@ class EngineStatus:
         connections: The groups it is in.
         plan_digest: The layout it has accepted, if any.
         partial: Whether it accepted that as a partial one.
+        shards: What it holds only a part of, by name: the shape of the whole, and which block. An engine of several
+            ranks tells what is lacking: tensors of which its ranks together do not hold each element once.
         gives: Whether it can give its weights to other engines (:class:`asyncsync.GivingEngine`).
         control_group: Whether its control calls are answered while its other methods run.
     """
@@ -146,6 +148,7 @@ class EngineStatus:
     connections: tuple[str, ...] = ()
     plan_digest: str | None = None
     partial: bool = False
+    shards: Mapping[str, tuple[tuple[int, ...], Block]] = field(default_factory=dict)
     gives: bool = False
     control_group: bool = True
 

@@ -1,16 +1,18 @@
-"""Tensors that lie in pieces on several trainer ranks: who holds what, and how a bucket is put together. Pure.
+"""Tensors that lie in pieces on several ranks: who holds what, how a bucket is put together, and taken apart. Pure.
 
 Every rank tells which *block* of each tensor it holds: a box, as data parallel, tensor parallel and combined sharding
 all give. From that, each rank knows which parts of a bucket it has to bring to the source rank, in which order, and the
 source knows what comes from whom. No rank ever needs more than its parts of a bucket, and the source no tensor whole:
 the parts go to their places in the bucket's buffer.
+
+A rank of an engine that holds blocks receives whole buckets, and takes out of each what lies in its blocks.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypeAlias
@@ -51,6 +53,15 @@ class Block:
             tensor = tensor.narrow(dimension, start - at, size)
         return tensor
 
+    def common(self, other: Block) -> Block:
+        """The box that the two have in common; empty if there is none."""
+        start = tuple(map(max, self.start, other.start))
+        stops = (
+            min(begin + size, first + extent)
+            for begin, size, first, extent in zip(self.start, self.shape, other.start, other.shape, strict=True)
+        )
+        return Block(start, tuple(max(0, stop - begin) for begin, stop in zip(start, stops, strict=True)))
+
     def overlaps(self, other: Block) -> bool:
         """Whether the two have an element in common."""
         return all(
@@ -61,6 +72,19 @@ class Block:
 
 Holding: TypeAlias = tuple[Block | None, ...]
 """What a rank holds of each tensor of a layout, in order; None is all of it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Shard:
+    """A part of a tensor, with its memory.
+
+    Attributes:
+        tensor: What lies here.
+        block: Which part of the whole that is.
+    """
+
+    tensor: Tensor
+    block: Block
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +127,7 @@ class ShardPlan:
                 continue  # the source has all of it
             key = (spec.shape, held)
             if key not in known:
-                known[key] = _owners(spec.shape, held)
+                known[key] = owners_of(spec.shape, held)
             owners = known[key]
             if owners is None:
                 torn.append(spec)
@@ -256,7 +280,56 @@ class ShardPlan:
         return part.block.of(tensors[part.tensor], held.start)
 
 
-def _owners(shape: tuple[int, ...], held: Sequence[Block | None]) -> Mapping[int, Block] | None:
+def unpack_shards(plan: Plan, bucket: Bucket, buffer: Tensor, shards: Mapping[int, Sequence[Shard]]) -> None:
+    """Write a bucket's bytes into shards: of each tensor only the blocks that lie here.
+
+    Args:
+        plan: The plan of the whole tensors.
+        bucket: One of its buckets.
+        buffer: Flat uint8, ``bucket.nbytes`` long. May be on another device.
+        shards: Where to write, by the tensor's index in the plan; those that are not in it are left out.
+    """
+    with torch.no_grad():
+        for index, (start, stop) in zip(bucket.whole, bucket.spans, strict=True):
+            spec = plan.specs[index]
+            for shard in shards.get(index, ()):
+                source = buffer[start:stop].view(spec.dtype).view(spec.shape)
+                _copy(shard.tensor, shard.block.of(source, (0,) * len(spec.shape)))
+        for piece in bucket.pieces:
+            spec = plan.specs[piece.tensor]
+            width = spec.dtype.itemsize
+            flat = buffer[piece.offset : piece.offset + piece.stop - piece.start].view(spec.dtype)
+            for shard in shards.get(piece.tensor, ()):
+                position = 0
+                for box in boxes(spec.shape, piece.start // width, piece.stop // width):
+                    source = flat[position : position + box.numel].view(box.shape)
+                    position += box.numel
+                    part = box.common(shard.block)
+                    if part.numel:
+                        _copy(part.of(shard.tensor, shard.block.start), part.of(source, box.start))
+
+
+def boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Block]:
+    """The boxes that elements ``start`` to ``stop`` of a tensor in row-major order are; they follow one another."""
+    if start >= stop:
+        return
+    if start == 0 and stop == math.prod(shape):
+        yield Block((0,) * len(shape), shape)
+        return
+    row = math.prod(shape[1:])
+    first, whole = start // row, stop // row
+    if start % row:
+        for box in boxes(shape[1:], start - first * row, min(row, stop - first * row)):
+            yield Block((first, *box.start), (1, *box.shape))
+        first += 1
+    if whole > first:
+        yield Block((first, *(0,) * (len(shape) - 1)), (whole - first, *shape[1:]))
+    if stop % row and whole >= first:
+        for box in boxes(shape[1:], 0, stop - whole * row):
+            yield Block((whole, *box.start), (1, *box.shape))
+
+
+def owners_of(shape: tuple[int, ...], held: Sequence[Block | None]) -> Mapping[int, Block] | None:
     """The blocks that make up a tensor, by the first rank that holds each; None if they do not tile it."""
     blocks: dict[Block, int] = {}
     for rank, block in enumerate(held):

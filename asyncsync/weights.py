@@ -216,7 +216,7 @@ class _Reading:
             return None
         tensors, boxes = [], Boxes()
         for (name, tensor), found, own in zip(pairs, self.layout, self.is_own, strict=True):
-            held = _hold(name, tensor, boxes)
+            held = hold(name, tensor, boxes)
             if reason_against(held.tensor) is not None or _find(name, held) != found:
                 return None
             if own:
@@ -226,7 +226,7 @@ class _Reading:
 
 def _read_anew(pairs: Sequence[tuple[str, Tensor]], dtype: torch.dtype | None) -> tuple[_Reading, tuple[Tensor, ...]]:
     boxes = Boxes()
-    held = [_hold(name, tensor, boxes) for name, tensor in pairs]
+    held = [hold(name, tensor, boxes) for name, tensor in pairs]
     _refuse_unsendable((name, one.tensor) for (name, _), one in zip(pairs, held, strict=True))
     if odd := [name for name, _ in pairs if not isinstance(name, str)]:
         raise PlanError(f"names must be strings, not {', '.join(map(repr, odd[:8]))}")
@@ -273,7 +273,7 @@ def _map(name_map: NameMap, name: str) -> str | None:
         raise PlanError(f"name_map failed for {name!r}: {type(error).__name__}: {error}", names=(name,)) from error
 
 
-class _Held(NamedTuple):
+class Held(NamedTuple):
     """A tensor as it lies on this rank.
 
     Attributes:
@@ -288,20 +288,34 @@ class _Held(NamedTuple):
     block: Block | None = None
     origin: int | None = None
 
+    @property
+    def shape(self) -> torch.Size:
+        """The whole tensor's shape."""
+        return self.tensor.shape if self.whole is None else self.whole
 
-def _hold(name: str, tensor: Tensor, boxes: Boxes) -> _Held:
+
+def hold(name: str, tensor: Tensor, boxes: Boxes) -> Held:
+    """What lies here of a tensor.
+
+    Args:
+        name: What an error calls it.
+        tensor: Any tensor.
+        boxes: Made for this reading.
+
+    Raises:
+        PlanError: It is a DTensor of which no box lies here, or that is still to be summed.
+    """
     if not is_dtensor(tensor):
-        return _Held(tensor)
+        return Held(tensor)
     local, block = boxes.local(name, tensor)
-    return _Held(local, tensor.shape, block, id(tensor))
+    return Held(local, tensor.shape, block, id(tensor))
 
 
-def _find(name: str, held: _Held) -> _Found:
-    tensor = held.tensor
-    return name, tensor.dtype, tensor.shape if held.whole is None else held.whole, _identity(held), held.block
+def _find(name: str, held: Held) -> _Found:
+    return name, held.tensor.dtype, held.shape, _identity(held), held.block
 
 
-def _identity(held: _Held) -> object:
+def _identity(held: Held) -> object:
     """Equal for two names of the same memory seen the same way; None without memory: there is nothing to share."""
     tensor = held.tensor
     if tensor.numel() == 0:

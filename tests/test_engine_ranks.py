@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
+import torch
 from torch import nn
 
 import asyncsync
 from asyncsync import EngineError, EngineGroup, EngineState, MembershipError, WeightSynchronizer, cluster
 from asyncsync.messages import EngineStatus
 from tests.engines import CONNECTING, IN_PLACE, STAGED, ToldEngine, change, failing, flip_a_bit, holds, zoo
+from tests.parallel import RemoteRank, Served, become, every
 from tests.sample import Zoo, contents
 
 pytestmark = pytest.mark.asyncio
@@ -211,7 +215,7 @@ async def test_a_pause_that_an_update_left_behind_ends_with_the_next_that_needs_
 
 FRONT_STAGED = ("receive_weights", "pause_generation", "finish_weight_update", "resume_generation")
 STEPS = [
-    *((0, step, True) for step in (*CONNECTING, *FRONT_STAGED)),
+    *((0, step, True) for step in FRONT_STAGED),
     *((1, step, True) for step in (*CONNECTING, *STAGED)),
     *((rank, step, False) for rank in (0, 1) for step in IN_PLACE),
 ]
@@ -406,6 +410,172 @@ async def test_weights_that_do_not_fit_one_rank_are_refused_by_its_number() -> N
         with pytest.raises(asyncsync.PlanError, match=r"ModuleEngine-0: rank 1: .*weight \(sent") as caught:
             await synchronizer.update_weights()
         assert caught.value.names == ("weight",)
+
+
+# -- actors, and shards ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def actors(ray_cluster: None) -> Iterator[list[Any]]:
+    made = [RemoteRank.remote() for _ in range(3)]
+    yield made
+    for actor in made:
+        ray.kill(actor)
+
+
+@pytest.mark.ray
+@BOTH
+@pytest.mark.parametrize("bucket_size", [64, 1 << 20])
+async def test_tensor_parallel_ranks_hold_together_what_the_trainer_sends(
+    actors: list[Any], tmp_path: Path, staged: bool, bucket_size: int
+) -> None:
+    pair, single = actors[:2], actors[2]
+    await become(pair, "tensor parallel", tmp_path, staged=staged)
+    await become([single], "replicated", tmp_path, staged=staged)
+    trainer = Served(1)
+    shapes = await every(pair, "here")
+    assert (shapes[0]["deep"], shapes[1]["deep"]) == ((3, 3, 7), (3, 2, 7))
+    async with WeightSynchronizer(trainer, [pair, single], bucket_size=bucket_size) as synchronizer:
+        for version in (1, 2, 3):
+            update = await synchronizer.update_weights()
+            assert [outcome.digest for outcome in update.outcomes] == [update.digest] * 2
+            assert await every(pair, "whole") == [contents(trainer)] * 2
+            assert await cluster.call(single, "whole") == contents(trainer)
+            for front in (pair[0], single):
+                generated, outputs = await cluster.call(front, "generate", torch.eye(5))
+                assert generated == version
+                assert torch.equal(outputs, trainer(torch.eye(5)))
+            trainer.step()
+        assert await every(pair, "here") == shapes
+
+
+@pytest.mark.ray
+@BOTH
+async def test_three_ranks_of_which_some_hold_nothing_of_a_tensor(
+    actors: list[Any], tmp_path: Path, staged: bool
+) -> None:
+    await become(actors, "tensor parallel", tmp_path, staged=staged)
+    trainer = Served(1)
+    async with WeightSynchronizer(trainer, [actors], bucket_size=128) as synchronizer:
+        for _ in range(3):
+            await synchronizer.update_weights()
+            assert await every(actors, "whole") == [contents(trainer)] * 3
+            trainer.step()
+        if staged:
+            for arenas, own in await every(actors, "staged_bytes"):
+                assert arenas <= 2 * (own + 64 * len(contents(trainer))), "shards beside shards, no whole model"
+        await every(actors, "replace_parameter")
+        await synchronizer.update_weights()
+        assert await every(actors, "whole") == [contents(trainer)] * 3
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize("kind", ["tensor parallel", "replicated"])
+@BOTH
+async def test_rollouts_that_go_on_during_updates_never_mix_versions(
+    actors: list[Any], tmp_path: Path, kind: str, staged: bool
+) -> None:
+    pair, inputs = actors[:2], torch.eye(5)
+    await become(pair, kind, tmp_path, staged=staged)
+    trainer = Served(1)
+    expected: dict[int | None, torch.Tensor] = {}
+    async with WeightSynchronizer(trainer, [pair], bucket_size=256) as synchronizer:
+        await synchronizer.update_weights()
+        expected[1] = trainer(inputs).detach()
+        seen: list[tuple[int | None, torch.Tensor]] = []
+        more = asyncio.Event()
+
+        async def roll_out() -> None:
+            while True:
+                seen.append(await cluster.call(pair[0], "generate", inputs))
+                more.set()
+
+        clients = [asyncio.create_task(roll_out()) for _ in range(3)]
+        try:
+            for version in range(2, 8):
+                trainer.step()
+                expected[version] = trainer(inputs).detach()
+                await synchronizer.update_weights()
+                more.clear()
+                await more.wait()
+        finally:
+            for client in clients:
+                client.cancel()
+            await asyncio.wait(clients)
+    assert len({version for version, _ in seen}) >= 4
+    assert all(torch.equal(outputs, expected[version]) for version, outputs in seen)
+    assert not torch.equal(expected[2], expected[3])
+
+
+@pytest.mark.ray
+async def test_a_rank_of_a_mesh_that_is_missing_is_found_by_the_tensors_that_are_not_whole(
+    actors: list[Any], tmp_path: Path
+) -> None:
+    await become(actors, "tensor parallel", tmp_path)
+    cut = {"up.weight", "up.bias", "tied.weight", "down.weight", "deep", "last", "brief", "table", "few"}
+    for engine, names in ((actors[0], cut), (actors[:2], cut - {"few"}), ([actors[0], actors[2]], cut - {"few"})):
+        async with WeightSynchronizer(Served(1), [engine]) as synchronizer:
+            with pytest.raises(
+                asyncsync.PlanError,
+                match=r"ParallelEngine-0 holds only a part of brief, deep, .*: give the synchronizer a list of all",
+            ) as caught:
+                await synchronizer.update_weights()
+            assert set(caught.value.names) == names - ({"few"} if engine is actors[0] else set())
+        assert await every(actors, "is_serving") == [True] * 3
+
+
+@pytest.mark.ray
+async def test_a_rank_that_holds_shards_says_what_it_cannot_do(actors: list[Any], tmp_path: Path) -> None:
+    await become(actors, "tensor parallel", tmp_path)
+    async with WeightSynchronizer(Served(1), [actors]) as synchronizer:
+        await synchronizer.update_weights()
+        with pytest.raises(EngineError, match="holds only shards of its weights"):
+            await cluster.call(actors[0], "weights_digest")
+        assert not (await cluster.call(actors[0], "describe_engine")).gives
+    trainer = {name: tensor for name, tensor in Served(1).state_dict().items() if name != "tied.weight"}
+    trainer["deep"] = torch.zeros(3, 3, 7)  # as a rank holds it
+    async with WeightSynchronizer(trainer, [actors]) as synchronizer:
+        with pytest.raises(asyncsync.PlanError, match=r"deep \(sent float32 \[3, 3, 7\], held float32 \[3, 5, 7\]\)"):
+            await synchronizer.update_weights()
+
+
+@pytest.mark.ray
+@BOTH
+async def test_actors_become_engines_of_other_sizes_as_they_leave_and_join(
+    actors: list[Any], tmp_path: Path, staged: bool
+) -> None:
+    trainer = Served(1)
+    await become(actors[:2], "tensor parallel", tmp_path, staged=staged)
+    await become(actors[2:], "replicated", tmp_path, staged=staged)
+    now: list[Any] = [actors[:2], actors[2]]
+
+    async def engines() -> list[Any]:
+        return now
+
+    async with WeightSynchronizer(trainer, engines) as synchronizer:
+        await synchronizer.update_weights()
+        await become(actors, "tensor parallel", tmp_path, staged=staged)
+        now = [actors]
+        trainer.step()
+        update = await synchronizer.update_weights()
+        assert len(update.outcomes) == 1
+        assert await every(actors, "whole") == [contents(trainer)] * 3
+        _, outputs = await cluster.call(actors[0], "generate", torch.eye(5))
+        torch.testing.assert_close(outputs, trainer(torch.eye(5)).detach())  # torch adds a third of the bias thrice
+
+
+@pytest.mark.ray
+async def test_ranks_that_join_catch_up_from_an_engine_that_is_whole(actors: list[Any], tmp_path: Path) -> None:
+    trainer = Served(1)
+    await become(actors[:2], "tensor parallel", tmp_path)
+    await become(actors[2:], "replicated", tmp_path)
+    async with WeightSynchronizer(trainer, [actors[2]], bucket_size=256) as synchronizer:
+        await synchronizer.update_weights()
+        old = contents(trainer)
+        trainer.step()
+        await synchronizer.add_engine(actors[:2])
+        assert await every(actors[:2], "whole") == [old] * 2
+        assert synchronizer.ready_engines == (actors[2], actors[:2])
 
 
 # -- what ranks do not agree on --------------------------------------------------------------------------------------

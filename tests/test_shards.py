@@ -13,8 +13,8 @@ from torch import Tensor
 from asyncsync.buckets import TensorSpec, plan_buckets
 from asyncsync.errors import PlanError
 from asyncsync.packing import pack
-from asyncsync.shards import Block, Holding, ShardPlan
-from tests.sample import random_tensor
+from asyncsync.shards import Block, Holding, Shard, ShardPlan, boxes, owners_of, unpack_shards
+from tests.sample import content, random_tensor
 
 DTYPES = (torch.float32, torch.bfloat16, torch.uint8, torch.complex128)
 
@@ -101,3 +101,56 @@ def test_a_block_that_several_ranks_hold_is_brought_by_the_first() -> None:
     low, high = Block((0,), (2,)), Block((2,), (2,))
     shards = ShardPlan(plan, [(low,), (high,), (low,), (high,)])
     assert [len(shards.parts(plan.buckets[0], rank)) for rank in range(4)] == [1, 1, 0, 0]
+
+
+@settings(max_examples=150, deadline=None)
+@given(sharded(), st.sampled_from([1, 64, 192, 1 << 20]))
+def test_blocks_are_taken_out_of_buckets_bit_for_bit(
+    case: tuple[list[Tensor], list[Holding]], bucket_size: int
+) -> None:
+    tensors, holdings = case
+    plan = plan_buckets(
+        [TensorSpec(f"t{index}", tensor.dtype, tuple(tensor.shape)) for index, tensor in enumerate(tensors)],
+        bucket_size,
+    )
+    held: dict[int, list[Shard]] = {}
+    for holding in holdings:
+        for index, block in enumerate(holding):
+            if block is not None:
+                mine = torch.empty(block.shape[::-1], dtype=tensors[index].dtype).permute(
+                    *range(len(block.shape))[::-1]
+                )
+                held.setdefault(index, []).append(Shard(mine, block))
+    for bucket in plan.buckets:
+        buffer = torch.empty(bucket.nbytes, dtype=torch.uint8)
+        pack(plan, bucket, tensors, buffer)
+        unpack_shards(plan, bucket, buffer, held)
+    for index, shards in held.items():
+        for shard in shards:
+            assert content(shard.tensor) == content(local(tensors[index], shard.block))
+
+
+@given(st.lists(st.integers(1, 5), max_size=4), st.integers(0, 700), st.integers(0, 700))
+def test_boxes_are_any_range_of_a_tensor_in_order(shape: list[int], start: int, stop: int) -> None:
+    tensor = torch.arange(int(torch.Size(shape).numel())).view(shape)
+    start, stop = min(start, tensor.numel()), min(stop, tensor.numel())
+    origin = (0,) * len(shape)
+    found = [box.of(tensor, origin).reshape(-1) for box in boxes(tuple(shape), start, stop)]
+    assert torch.cat([torch.empty(0, dtype=torch.int64), *found]).tolist() == list(range(start, max(start, stop)))
+
+
+def test_what_two_boxes_have_in_common() -> None:
+    box = Block((1, 2), (3, 4))
+    assert box.common(Block((0, 0), (9, 9))) == box
+    assert box.common(Block((2, 0), (9, 3))) == Block((2, 2), (2, 1))
+    assert box.common(Block((4, 2), (1, 1))).numel == 0
+    assert box.common(Block((0, 0), (0, 0))).numel == 0
+    assert Block((), ()).common(Block((), ())) == Block((), ())
+
+
+def test_blocks_that_do_not_tile_have_no_owners() -> None:
+    halves = [Block((0,), (2,)), Block((2,), (3,))]
+    assert owners_of((5,), halves) == {0: halves[0], 1: halves[1]}
+    assert owners_of((5,), [halves[1], None]) == {1: Block((0,), (5,))}
+    assert owners_of((5,), halves[:1]) is None
+    assert owners_of((5,), [halves[0], Block((1,), (3,))]) is None

@@ -1,8 +1,12 @@
-"""Which of a module's tensors each tensor of a layout goes to, and what does not fit."""
+"""Which of a module's tensors each tensor of a layout goes to, and what does not fit.
+
+A module may hold DTensors: of each, a block lies here, or all of it. A layout always speaks of whole tensors.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -12,9 +16,11 @@ from torch import Tensor, nn
 from asyncsync.buckets import Plan, list_names
 from asyncsync.errors import PlanError
 from asyncsync.messages import Layout
-from asyncsync.weights import module_tensors, reason_against
+from asyncsync.shards import Block, Shard
+from asyncsync.transports.dtensor import Boxes, is_dtensor, local_tensor
+from asyncsync.weights import Held, hold, module_tensors, reason_against
 
-_Seen: TypeAlias = tuple[Tensor, torch.dtype, torch.Size, torch.device]
+_Seen: TypeAlias = tuple[Tensor, Tensor, torch.dtype, torch.Size, torch.device]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +29,9 @@ class Binding:
 
     Attributes:
         plan: The plan, computed here from the layout.
-        targets: For every tensor of the plan, the module's distinct tensors that take its bytes.
-        held: All the module's tensors, as they were then: the tensor, its dtype, shape and device.
+        targets: For every tensor of the plan, the module's distinct tensors that take all of its bytes.
+        shards: Those that take only a block of them, by the tensor's index in the plan.
+        held: All the module's tensors, as they were then: the tensor, what lies here of it, dtype, shape and device.
         shared: Ids of targets whose memory other tensors of the module see too, but are no targets of the same bytes:
             these must be written where they lie.
         partial: Whether the layout was accepted as a partial one.
@@ -32,9 +39,16 @@ class Binding:
 
     plan: Plan
     targets: tuple[tuple[Tensor, ...], ...]
+    shards: Mapping[int, tuple[Shard, ...]]
     held: Mapping[str, _Seen]
     shared: frozenset[int]
     partial: bool
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All that take bytes."""
+        whole = [tensor for group in self.targets for tensor in group]
+        return whole + [shard.tensor for group in self.shards.values() for shard in group]
 
     def fits(self, module: nn.Module) -> bool:
         """Whether the module still holds these very tensors, unchanged in kind.
@@ -44,8 +58,10 @@ class Binding:
         """
         now = module_tensors(module)
         return now.keys() == self.held.keys() and all(
-            now[name] is tensor and (tensor.dtype, tensor.shape, tensor.device) == (dtype, shape, device)
-            for name, (tensor, dtype, shape, device) in self.held.items()
+            now[name] is tensor
+            and local_tensor(tensor) is local
+            and (tensor.dtype, tensor.shape, tensor.device) == (dtype, shape, device)
+            for name, (tensor, local, dtype, shape, device) in self.held.items()
         )
 
 
@@ -61,13 +77,15 @@ def bind(module: nn.Module, layout: Layout) -> Binding:
         raise PlanError(
             "trainer and engine plan the same tensors differently: install the same version of asyncsync at both"
         )
-    held = module_tensors(module)
+    found = module_tensors(module)
+    boxes = Boxes()
+    held = {name: hold(name, tensor, boxes) for name, tensor in found.items()}
     problems: list[str] = []
     names: set[str] = set()
-    for name, tensor in held.items():
-        if (reason := reason_against(tensor)) is not None:
+    for name, one in held.items():
+        if (reason := reason_against(one.tensor)) is not None:
             raise PlanError(f"the engine cannot take {name}: {reason}", names=(name,))
-        if tensor.is_conj() or tensor.is_neg():
+        if one.tensor.is_conj() or one.tensor.is_neg():
             raise PlanError(f"the engine cannot take {name}: it is a lazy view of other values", names=(name,))
 
     def refuse(what: str, which: set[str], details: Mapping[str, str] | None = None) -> None:
@@ -76,12 +94,12 @@ def bind(module: nn.Module, layout: Layout) -> Binding:
             names.update(which)
 
     sent = {name for spec in plan.specs for name in spec.names}
-    memory = {_memory(held[name]) for name in sent & held.keys()}
+    memory = {_memory(held[name].tensor) for name in sent & held.keys()}
     refuse("the engine does not know", sent - held.keys())
     if not layout.partial:
         refuse(
             "the trainer does not send (pass partial=True if that is meant)",
-            {name for name in held.keys() - sent if _memory(held[name]) not in memory},
+            {name for name in held.keys() - sent if _memory(held[name].tensor) not in memory},
         )
     differences = _differences(plan, held)
     refuse("differ in shape or dtype", set(differences), differences)
@@ -91,45 +109,72 @@ def bind(module: nn.Module, layout: Layout) -> Binding:
 
     for spec in plan.specs:
         for name in spec.names:
-            _give_own_elements(held[name])
-    everything = list({id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}.values())
+            _give_own_elements(held[name].tensor)
+    everything = local_tensors(module)
     by_memory: dict[object, list[Tensor]] = {}
     by_storage: dict[int, list[Tensor]] = {}
-    for tensor in everything:
+    for tensor in everything.values():
         by_memory.setdefault(_memory(tensor), []).append(tensor)
         by_storage.setdefault(tensor.untyped_storage().data_ptr() or id(tensor), []).append(tensor)
     targets: list[tuple[Tensor, ...]] = []
+    shards: dict[int, tuple[Shard, ...]] = {}
     shared: set[int] = set()
-    for spec in plan.specs:
-        group = {id(tensor): tensor for name in spec.names for tensor in by_memory[_memory(held[name])]}
-        targets.append(tuple(group.values()))
-        for tensor in group.values():
+    for index, spec in enumerate(plan.specs):
+        group = {
+            id(tensor): (tensor, held[name].block)
+            for name in spec.names
+            for tensor in by_memory[_memory(held[name].tensor)]
+        }
+        targets.append(tuple(tensor for tensor, block in group.values() if block is None))
+        if parts := tuple(Shard(tensor, block) for tensor, block in group.values() if block is not None):
+            shards[index] = parts
+        for tensor, _ in group.values():
             neighbours = by_storage[tensor.untyped_storage().data_ptr() or id(tensor)]
             if any(id(neighbour) not in group for neighbour in neighbours):
                 shared.add(id(tensor))
-    seen = {name: (tensor, tensor.dtype, tensor.shape, tensor.device) for name, tensor in held.items()}
-    return Binding(plan, tuple(targets), seen, frozenset(shared), layout.partial)
+    seen = {
+        name: (tensor, held[name].tensor, tensor.dtype, tensor.shape, tensor.device) for name, tensor in found.items()
+    }
+    return Binding(plan, tuple(targets), shards, seen, frozenset(shared), layout.partial)
 
 
-def _differences(plan: Plan, held: Mapping[str, Tensor]) -> dict[str, str]:
+def local_tensors(module: nn.Module) -> dict[int, Tensor]:
+    """What lies here of a module's parameters and buffers, by id."""
+    own = (local_tensor(tensor) for tensor in (*module.parameters(), *module.buffers()))
+    return {id(tensor): tensor for tensor in own}
+
+
+def module_shards(module: nn.Module) -> dict[str, tuple[tuple[int, ...], Block]]:
+    """Of which tensors only a block lies here: the whole's shape, and the block. What cannot be taken is left out."""
+    shards: dict[str, tuple[tuple[int, ...], Block]] = {}
+    boxes = Boxes()
+    for name, tensor in module_tensors(module).items():
+        if is_dtensor(tensor):
+            with suppress(PlanError):  # binding will say so
+                if (block := hold(name, tensor, boxes).block) is not None:
+                    shards[name] = (tuple(tensor.shape), block)
+    return shards
+
+
+def _differences(plan: Plan, held: Mapping[str, Held]) -> dict[str, str]:
     messages: dict[str, str] = {}
     for spec in plan.specs:
         for name in spec.names:
-            tensor = held.get(name)
-            if tensor is not None and (tuple(tensor.shape), tensor.dtype) != (spec.shape, spec.dtype):
-                sent, own = (str(dtype).removeprefix("torch.") for dtype in (spec.dtype, tensor.dtype))
-                messages[name] = f"{name} (sent {sent} {list(spec.shape)}, held {own} {list(tensor.shape)})"
+            one = held.get(name)
+            if one is not None and (tuple(one.shape), one.tensor.dtype) != (spec.shape, spec.dtype):
+                sent, own = (str(dtype).removeprefix("torch.") for dtype in (spec.dtype, one.tensor.dtype))
+                messages[name] = f"{name} (sent {sent} {list(spec.shape)}, held {own} {list(one.shape)})"
     return messages
 
 
-def _torn_ties(plan: Plan, held: Mapping[str, Tensor]) -> set[str]:
+def _torn_ties(plan: Plan, held: Mapping[str, Held]) -> set[str]:
     """Names whose memory in the engine two different tensors would be written to."""
     owners: dict[object, tuple[int, str]] = {}
     torn: set[str] = set()
     for index, spec in enumerate(plan.specs):
         for name in spec.names:
-            if name in held and held[name].numel():
-                owner, first = owners.setdefault(_memory(held[name]), (index, name))
+            if name in held and held[name].tensor.numel():
+                owner, first = owners.setdefault(_memory(held[name].tensor), (index, name))
                 if owner != index:
                     torn |= {first, name}
     return torn

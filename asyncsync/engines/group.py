@@ -32,6 +32,7 @@ from asyncsync.errors import (
 )
 from asyncsync.fanout import is_ours, race, settle
 from asyncsync.messages import Contacts, EngineStatus, Layout, Policy, Rendezvous, UpdateOrder
+from asyncsync.shards import Block, owners_of
 from asyncsync.shield import CLEANUP_TIMEOUT, shielded
 
 T = TypeVar("T")
@@ -269,6 +270,7 @@ def _join(statuses: Sequence[EngineStatus]) -> EngineStatus:
         connections=tuple(each for each in front.connections if all(each in status.connections for status in statuses)),
         plan_digest=front.plan_digest if agreed else None,
         partial=front.partial and agreed,
+        shards=_lacking(statuses),
         gives=False,
         control_group=all(status.control_group for status in statuses),
     )
@@ -282,6 +284,15 @@ def _why_tainted(statuses: Sequence[EngineStatus]) -> str | None:
         held = (f"rank {rank} holds {status.weight_version or 'none'}" for rank, status in enumerate(statuses))
         return f"its ranks hold different versions: {', '.join(held)}"
     return None
+
+
+def _lacking(statuses: Sequence[EngineStatus]) -> dict[str, tuple[tuple[int, ...], Block]]:
+    """The tensors of which the ranks together do not hold each element once."""
+    sharded = {name: shard for status in statuses for name, shard in status.shards.items()}
+    held = {
+        name: [status.shards[name][1] if name in status.shards else None for status in statuses] for name in sharded
+    }
+    return {name: shard for name, shard in sharded.items() if owners_of(shard[0], held[name]) is None}
 
 
 def _raise_first(results: Mapping[int, T | Exception]) -> Sequence[T]:

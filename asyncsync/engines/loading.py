@@ -5,6 +5,9 @@ parameters into it. The next update goes to a second arena, and the two change p
 slow at first touch, so nothing is allocated after the second update. An arena that an abandoned transfer may still
 write to is thrown away, never used again.
 
+An engine that holds shards receives whole buckets into bounce buffers, and takes out what lies in its blocks. Its
+arenas are of the size of what it holds.
+
 Parameters that are views of a larger memory (a fused weight, say) are copied to instead of pointed elsewhere: their
 siblings would not follow.
 """
@@ -17,10 +20,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from asyncsync.buckets import Bucket
+from asyncsync.buckets import Bucket, TensorSpec, plan_buckets
 from asyncsync.digests import StreamingDigests
 from asyncsync.engines.binding import Binding
 from asyncsync.packing import arena_views, hash_bucket, raw, unpack
+from asyncsync.shards import Block, Shard, unpack_shards
 
 
 class Loader(Protocol):
@@ -83,42 +87,37 @@ class StagedLoader:
         self._binding = binding
         self._installed = installed
         self.device = device
-        home = [tensor.device for group in binding.targets for tensor in group]
-        self._home = home[0] if home else torch.device("cpu")
+        self._home = next((tensor.device for tensor in binding.tensors), torch.device("cpu"))
         self._bounce: _Bounce | None = None
-        self._spare: tuple[Tensor, list[Tensor]] | None = None
-        self._live: tuple[Tensor, list[Tensor]] | None = None
+        self._spare: _Arena | None = None
+        self._live: _Arena | None = None
         self._digests = StreamingDigests(0)
 
     def begin(self) -> None:
         plan = self._binding.plan
         if self._spare is None:
-            arena = torch.empty(plan.arena_nbytes, dtype=torch.uint8, device=self._home)
-            self._spare = (arena, arena_views(plan, arena))
-        if self._home.type != self.device and self._bounce is None:
+            self._spare = _Arena(self._binding, self._home)
+        if self._bounce is None and (self._binding.shards or self._home.type != self.device):
             self._bounce = _Bounce(plan.largest_bucket, self.device)
         self._digests = StreamingDigests(len(plan.specs))
 
     def target(self, bucket: Bucket) -> Tensor:
-        return self._bounce.target(bucket) if self._bounce else self._staged(bucket)
+        assert self._spare is not None
+        return self._bounce.target(bucket) if self._bounce else self._spare.place(bucket)
 
     def take(self, bucket: Bucket, buffer: Tensor) -> None:
-        if self._bounce:
-            self._staged(bucket).copy_(buffer)
-        hash_bucket(self._binding.plan, bucket, buffer, self._digests)
-
-    def _staged(self, bucket: Bucket) -> Tensor:
         assert self._spare is not None
-        return self._spare[0][bucket.start : bucket.stop]
+        if self._bounce:
+            self._spare.put(bucket, buffer)
+        hash_bucket(self._binding.plan, bucket, buffer, self._digests)
 
     def digest(self) -> str:
         return self._binding.plan.digest_of(self._digests.result())
 
     def commit(self) -> None:
         assert self._spare is not None
-        views = self._spare[1]
         with torch.no_grad():
-            for view, targets in zip(views, self._binding.targets, strict=True):
+            for view, targets in self._spare.views:
                 for tensor in targets:
                     if self._may_point_elsewhere(tensor):
                         tensor.data = view
@@ -137,6 +136,58 @@ class StagedLoader:
 
     def discard(self) -> None:
         self._spare = self._bounce = None
+
+
+class _Arena:
+    """A set of weights beside that in service: laid out as the plan is or, if shards lie here, of their size only.
+
+    Args:
+        binding: What goes where.
+        device: Where it is to lie.
+
+    Attributes:
+        memory: Flat uint8.
+        views: Its tensors, each with the module's that are to become it.
+    """
+
+    def __init__(self, binding: Binding, device: torch.device) -> None:
+        self._plan = plan = binding.plan
+        found: list[tuple[int, Block | None, list[Tensor]]] = []
+        for index, targets in enumerate(binding.targets):
+            by_block: dict[Block | None, list[Tensor]] = {None: list(targets)} if targets else {}
+            for shard in binding.shards.get(index, ()):
+                by_block.setdefault(shard.block, []).append(shard.tensor)
+            found += [(index, block, tensors) for block, tensors in by_block.items()]
+        lying = plan
+        if binding.shards:
+            specs = (
+                (plan.specs[index], plan.specs[index].shape if block is None else block.shape)
+                for index, block, _ in found
+            )
+            lying = plan_buckets([TensorSpec(str(at), spec.dtype, shape) for at, (spec, shape) in enumerate(specs)])
+        self.memory = torch.empty(lying.arena_nbytes, dtype=torch.uint8, device=device)
+        views = arena_views(lying, self.memory)
+        self.views = [(view, tensors) for view, (*_, tensors) in zip(views, found, strict=True)]
+        self._sharded = bool(binding.shards)
+        self._whole: list[list[Tensor]] = [[] for _ in plan.specs]
+        self._shards: dict[int, list[Shard]] = {}
+        for view, (index, block, _) in zip(views, found, strict=True):
+            if block is None:
+                self._whole[index].append(view)
+            else:
+                self._shards.setdefault(index, []).append(Shard(view, block))
+
+    def place(self, bucket: Bucket) -> Tensor:
+        """Where a bucket lies, if it is laid out as the plan is."""
+        return self.memory[bucket.start : bucket.stop]
+
+    def put(self, bucket: Bucket, buffer: Tensor) -> None:
+        """Copy a bucket in, or what is wanted of it."""
+        if self._sharded:
+            unpack(self._plan, bucket, buffer, self._whole)
+            unpack_shards(self._plan, bucket, buffer, self._shards)
+        else:
+            self.place(bucket).copy_(buffer)
 
 
 class InPlaceLoader:
@@ -169,6 +220,7 @@ class InPlaceLoader:
         self.touched = True
         hash_bucket(self._binding.plan, bucket, buffer, self._digests)
         unpack(self._binding.plan, bucket, buffer, self._binding.targets)
+        unpack_shards(self._binding.plan, bucket, buffer, self._binding.shards)
 
     def digest(self) -> str:
         return self._binding.plan.digest_of(self._digests.result())

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from asyncsync import cluster
 from asyncsync.buckets import Bucket, list_names
 from asyncsync.engines.base import EngineReceipt
-from asyncsync.engines.binding import Binding, bind
+from asyncsync.engines.binding import Binding, bind, local_tensors, module_shards
 from asyncsync.engines.gate import GenerationGate
 from asyncsync.engines.loading import InPlaceLoader, Loader, StagedLoader
 from asyncsync.errors import ConnectError, EngineError, OutOfStepError, PlanError, TaintedEngineError, TransferError
@@ -66,7 +66,8 @@ class ModuleEngine:
     A staged engine's parameters are views of one memory, and pickling one pickles all: clone what leaves the process.
 
     Args:
-        module: What it serves. All its parameters and persistent buffers take part.
+        module: What it serves. All its parameters and persistent buffers take part. Of a DTensor, the part that lies
+            here is updated: such a module is one rank of an engine (see :class:`asyncsync.EngineGroup`).
         staged: True: new weights are held beside the old and swapped in, generation goes on meanwhile; costs the
             weights' size in extra memory, twice from the second update on. The swap points each parameter's ``.data``
             elsewhere. False: weights are overwritten where they lie while generation is paused (what CUDA graphs and
@@ -131,12 +132,17 @@ class ModuleEngine:
     async def weights_digest(self) -> str:
         """Digest of the weights as they lie in memory now (32 hex digits), in the layout of the last update.
 
+        A rank that holds only shards has none: the digest is that of whole tensors, of which an update confirms every
+        byte as it arrives. Compare their ``full_tensor()`` with the trainer's.
+
         Raises:
-            EngineError: No layout was accepted yet.
+            EngineError: No layout was accepted yet, or the module holds shards.
         """
         if self._binding is None:
             raise EngineError("no layout yet: the digest of its weights has no order")
         binding = self._binding
+        if binding.shards:
+            raise EngineError("this rank holds only shards of its weights, and the digest is that of the whole")
         return await self._worker.run(lambda: digest_weights(binding.plan, [targets[0] for targets in binding.targets]))
 
     # -- the RolloutEngine protocol -------------------------------------------------------------------------------
@@ -147,6 +153,7 @@ class ModuleEngine:
         binding = self._binding
         if binding is not None and not await asyncio.to_thread(binding.fits, self.module):
             binding = None
+        shards = await asyncio.to_thread(module_shards, self.module)
         return EngineStatus(
             instance=self._instance,
             device=self._device(),
@@ -158,7 +165,8 @@ class ModuleEngine:
             connections=tuple(seat.connection for seat in self._seats.values() if seat.connection),
             plan_digest=binding.plan.digest if binding else None,
             partial=binding is not None and binding.partial,
-            gives=True,
+            shards=shards,
+            gives=not shards,
             control_group=self.control_group is not None or not cluster.in_actor(),
         )
 
@@ -166,9 +174,9 @@ class ModuleEngine:
     async def accept_layout(self, layout: Layout) -> None:
         """See :meth:`asyncsync.RolloutEngine.accept_layout`."""
         binding = await self._worker.run(bind, self.module, layout)
-        if self._staged and len({tensor.device for group in binding.targets for tensor in group}) > 1:
+        if self._staged and len({tensor.device for tensor in binding.tensors}) > 1:
             raise PlanError("a staged engine's weights must be on one device: use staged=False")
-        held = {id(tensor) for tensor in (*self.module.parameters(), *self.module.buffers())}
+        held = local_tensors(self.module)
         self._installed = {key: view for key, view in self._installed.items() if key in held}
         self._binding, self._loader = binding, None
 
@@ -211,6 +219,10 @@ class ModuleEngine:
     @cluster.control
     async def receive_weights(self, order: UpdateOrder) -> EngineReceipt:
         """See :meth:`asyncsync.RolloutEngine.receive_weights`."""
+        binding = self._binding
+        if binding is not None and not await self._worker.run(binding.fits, self.module):
+            # Before anything has begun: left groups would be heard at the other ends before this error is.
+            raise OutOfStepError("the module's tensors were replaced since the layout was agreed on")
         session, links = self._begin(order)
         try:
             with session.scope:
@@ -275,8 +287,8 @@ class ModuleEngine:
         if self.weight_version != order.version:
             raise OutOfStepError(f"this engine serves version {self.weight_version}, not {order.version}")
         binding = self._binding
-        if binding is None or binding.plan.digest != order.plan_digest:
-            raise OutOfStepError("the layout that was asked for is not this engine's")
+        if binding is None or binding.shards or binding.plan.digest != order.plan_digest:
+            raise OutOfStepError("the layout that was asked for is not this engine's, or it holds shards only")
         links = self._links(order)
         stop = self._givings[order.epoch] = threading.Event()
         filler = OwnTensors(binding.plan, [targets[0] for targets in binding.targets])
@@ -353,8 +365,6 @@ class ModuleEngine:
         """Take and hash every bucket, while others are on their way; returns the digest of all."""
         binding, loader = self._binding, session.loader
         assert binding is not None
-        if not binding.fits(self.module):
-            raise OutOfStepError("the module's tensors were replaced since the layout was agreed on")
         sources = max(1, len(binding.plan.parts))
         if len(links) not in (1, sources):
             raise OutOfStepError(f"the order names {len(links)} groups, and there are {sources} sources")

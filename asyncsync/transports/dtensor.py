@@ -19,6 +19,12 @@ def is_dtensor(tensor: object) -> bool:
     return kind.__name__ == "DTensor" and kind.__module__.startswith("torch.distributed")
 
 
+def local_tensor(tensor: Tensor) -> Tensor:
+    """The very tensor that holds what lies here of a DTensor; any other tensor is that itself."""
+    # Not to_local(): of a parameter it gives a new view each time, and what that is pointed to the DTensor never sees.
+    return tensor._local_tensor if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+
+
 class Boxes:
     """Where the parts that lie on this rank belong; those that are cut alike are looked for once.
 
@@ -45,7 +51,7 @@ class Boxes:
         if (known := self._known.get(cut)) is None:
             known = self._known[cut] = _find_box(name, tensor)
         shape, block = known
-        local = tensor.to_local()
+        local = local_tensor(tensor)
         if local.shape != shape:
             raise PlanError(
                 f"{name} is cut in a way that is not known here (placements {tensor.placements}): "
