@@ -138,6 +138,10 @@ class ParallelEngine(asyncsync.ModuleEngine):
         """Serve another DTensor in place of one."""
         self.module.deep = nn.Parameter(self.module.deep.detach().clone())
 
+    def convert_and_back(self) -> None:
+        """Keep the parameters, and have torch give them other memory."""
+        self.module.up.double().float()
+
 
 def _whole(tensor: Tensor) -> Tensor:
     full = getattr(tensor, "full_tensor", None)

@@ -464,9 +464,11 @@ async def test_three_ranks_of_which_some_hold_nothing_of_a_tensor(
         if staged:
             for arenas, own in await every(actors, "staged_bytes"):
                 assert arenas <= 2 * (own + 64 * len(contents(trainer))), "shards beside shards, no whole model"
-        await every(actors, "replace_parameter")
-        await synchronizer.update_weights()
-        assert await every(actors, "whole") == [contents(trainer)] * 3
+        for how in ("replace_parameter", "convert_and_back"):
+            await every(actors, how)
+            await synchronizer.update_weights()
+            assert await every(actors, "whole") == [contents(trainer)] * 3
+            trainer.step()
 
 
 @pytest.mark.ray

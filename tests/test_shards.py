@@ -117,9 +117,8 @@ def test_blocks_are_taken_out_of_buckets_bit_for_bit(
     for holding in holdings:
         for index, block in enumerate(holding):
             if block is not None:
-                mine = torch.empty(block.shape[::-1], dtype=tensors[index].dtype).permute(
-                    *range(len(block.shape))[::-1]
-                )
+                mine = torch.empty(block.shape[::-1], dtype=tensors[index].dtype)
+                mine = mine.permute(tuple(range(mine.dim()))[::-1])  # strided
                 held.setdefault(index, []).append(Shard(mine, block))
     for bucket in plan.buckets:
         buffer = torch.empty(bucket.nbytes, dtype=torch.uint8)
