@@ -214,15 +214,15 @@ async def test_a_pause_that_an_update_left_behind_ends_with_the_next_that_needs_
 # -- failures --------------------------------------------------------------------------------------------------------
 
 FRONT_STAGED = ("receive_weights", "pause_generation", "finish_weight_update", "resume_generation")
-STEPS = [
-    *((0, step, True) for step in FRONT_STAGED),
-    *((1, step, True) for step in (*CONNECTING, *STAGED)),
-    *((rank, step, False) for rank in (0, 1) for step in IN_PLACE),
+FAILURES = [
+    *((1, step, True, when) for step, when in zip(CONNECTING, ("before", "before", "after", "after"), strict=True)),
+    *((0, step, True, when) for step in FRONT_STAGED for when in ("before", "after")),
+    *((1, step, True, when) for step in STAGED for when in ("before", "after")),
+    *((rank, step, False, when) for rank in (0, 1) for step in IN_PLACE for when in ("before", "after")),
 ]
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize(("rank", "step", "staged"), STEPS)
+@pytest.mark.parametrize(("rank", "step", "staged", "when"), FAILURES)
 async def test_a_rank_that_fails_at_any_step_leaves_the_engine_whole_or_barred_and_the_next_update_repairs(
     rank: int, step: str, staged: bool, when: str
 ) -> None:
@@ -342,9 +342,9 @@ async def test_a_rank_that_does_not_answer_the_clean_up_counts_as_lost(monkeypat
 
 
 @pytest.mark.parametrize(
-    ("rank", "step", "staged"), [each for each in STEPS if each[1] not in (*CONNECTING, "resume_generation")]
+    ("rank", "step", "staged", "when"),
+    [each for each in FAILURES if each[1] not in (*CONNECTING, "resume_generation") and (each[2] or each[0])],
 )
-@pytest.mark.parametrize("when", ["before", "after"])
 async def test_cancelled_while_a_rank_is_in_any_call_the_engine_is_whole_or_barred(
     rank: int, step: str, staged: bool, when: str
 ) -> None:
