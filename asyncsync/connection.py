@@ -344,7 +344,9 @@ class Connection:
 
     async def _engines_leave(self, connections: Sequence[str], members: Iterable[Member], timeout: float) -> None:
         async def leave(engine: RolloutEngine) -> None:
-            for connection in connections:  # one by one: with all of them at once, many engines would stall the loop
+            # One by one: with all of them at once, many engines would stall the loop. The last first: it may still be
+            # waiting for others, on the thread on which those that were joined before it have to be left.
+            for connection in reversed(connections):
                 await engine.leave_group(connection)
 
         _note((await settle({member: member.call(leave, timeout) for member in members})).values())
