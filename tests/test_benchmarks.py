@@ -62,7 +62,7 @@ def test_change_changes_every_element_and_the_fingerprint() -> None:
     assert layouts.fingerprint(before) != layouts.fingerprint(weights)
 
 
-@pytest.mark.ray
+@pytest.mark.benchmarks
 @pytest.mark.asyncio
 @pytest.mark.usefixtures("ray_cluster")
 async def test_measures_every_contender_and_finds_a_wrong_byte() -> None:
@@ -85,7 +85,7 @@ async def test_measures_every_contender_and_finds_a_wrong_byte() -> None:
         await seed.check()
 
 
-@pytest.mark.ray
+@pytest.mark.benchmarks
 @pytest.mark.asyncio
 @pytest.mark.usefixtures("ray_cluster")
 async def test_measures_how_long_engines_are_held_back_while_another_joins(capsys: pytest.CaptureFixture[str]) -> None:
