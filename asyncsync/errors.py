@@ -104,6 +104,11 @@ class TransferError(WeightUpdateError):
         super().__init__(message)
         self.bucket = bucket
 
+    def named(self, name: str) -> TransferError:
+        """The same error, as that of one end."""
+        kind = LinkLostError if isinstance(self, LinkLostError) else TransferError
+        return kind(f"{name}: {self}", bucket=self.bucket)
+
 
 class LinkLostError(TransferError):
     """A link broke, or its other end has left: mostly the consequence of what happened there."""

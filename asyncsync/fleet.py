@@ -72,9 +72,7 @@ class Member:
             raise
         except TransferError as error:
             # The bytes did not come: whose fault that is, this end cannot know.
-            failed = type(error)(f"{self.name}: {error}")
-            failed.bucket = error.bucket
-            raise failed from error
+            raise error.named(self.name) from error
         except (PlanError, ConnectError) as error:
             named: Exception = (
                 PlanError(f"{self.name}: {error}", names=error.names)

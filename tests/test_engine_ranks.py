@@ -390,6 +390,7 @@ async def test_a_cancellation_that_comes_from_a_rank_is_the_ranks_failure() -> N
         asyncsync.ConnectError("no"),
         asyncsync.OutOfStepError("no"),
         asyncsync.TransferError("no", bucket=3),
+        asyncsync.LinkLostError("no", bucket=3),
         asyncsync.TaintedEngineError("no"),
     ],
     ids=lambda error: type(error).__name__,

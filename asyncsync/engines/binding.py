@@ -5,7 +5,7 @@ A module may hold DTensors: of each, a block lies here, or all of it. A layout a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -20,6 +20,8 @@ from asyncsync.shards import Block, Shard
 from asyncsync.transports.dtensor import Boxes, is_dtensor, local_tensor
 from asyncsync.weights import Held, hold, module_tensors, reason_against
 
+_NOTHING = object()
+_Part: TypeAlias = tuple[tuple[Mapping[str, object], tuple[tuple[str, object], ...]], ...]
 _Seen: TypeAlias = tuple[Tensor, Tensor, torch.dtype, torch.Size, torch.device]
 
 
@@ -32,6 +34,7 @@ class Binding:
         targets: For every tensor of the plan, the module's distinct tensors that take all of its bytes.
         shards: Those that take only a block of them, by the tensor's index in the plan.
         held: All the module's tensors, as they were then: the tensor, what lies here of it, dtype, shape and device.
+        structure: What every part of the module held under which name, as it was then.
         shared: Ids of targets whose memory other tensors of the module see too, but are no targets of the same bytes:
             these must be written where they lie.
         partial: Whether the layout was accepted as a partial one.
@@ -41,6 +44,7 @@ class Binding:
     targets: tuple[tuple[Tensor, ...], ...]
     shards: Mapping[int, tuple[Shard, ...]]
     held: Mapping[str, _Seen]
+    structure: tuple[_Part, ...]
     shared: frozenset[int]
     partial: bool
 
@@ -56,12 +60,16 @@ class Binding:
         One that was replaced would get nothing. One that was converted or moved in place (``module.half()`` keeps the
         parameter and gives it other memory) would get bytes that mean something else.
         """
-        now = module_tensors(module)
-        return now.keys() == self.held.keys() and all(
-            now[name] is tensor
-            and local_tensor(tensor) is local
-            and (tensor.dtype, tensor.shape, tensor.device) == (dtype, shape, device)
-            for name, (tensor, local, dtype, shape, device) in self.held.items()
+        if not all(_holds(now, seen) for part in self.structure for now, seen in part):
+            now = module_tensors(module)  # ten times slower, and knows what is no weight
+            if now.keys() != self.held.keys() or any(now[name] is not seen[0] for name, seen in self.held.items()):
+                return False
+        return all(
+            local_tensor(tensor) is local
+            and tensor.dtype is dtype
+            and tensor.shape == shape
+            and tensor.device == device
+            for tensor, local, dtype, shape, device in self.held.values()
         )
 
 
@@ -135,7 +143,16 @@ def bind(module: nn.Module, layout: Layout) -> Binding:
     seen = {
         name: (tensor, held[name].tensor, tensor.dtype, tensor.shape, tensor.device) for name, tensor in found.items()
     }
-    return Binding(plan, tuple(targets), shards, seen, frozenset(shared), layout.partial)
+    structure = tuple(
+        tuple((holding, tuple(holding.items())) for holding in (part._modules, part._parameters, part._buffers))
+        for part in module.modules()
+    )
+    return Binding(plan, tuple(targets), shards, seen, structure, frozenset(shared), layout.partial)
+
+
+def _holds(now: Mapping[str, object], seen: Sequence[tuple[str, object]]) -> bool:
+    """Whether a dictionary holds the same objects under the same names as it did."""
+    return len(now) == len(seen) and all(now.get(name, _NOTHING) is one for name, one in seen)
 
 
 def local_tensors(module: nn.Module) -> dict[int, Tensor]:

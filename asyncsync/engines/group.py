@@ -218,7 +218,7 @@ class EngineGroup:
         except PlanError as error:
             raise PlanError(f"rank {rank}: {error}", names=error.names) from error
         except TransferError as error:
-            raise TransferError(f"rank {rank}: {error}", bucket=error.bucket) from error
+            raise error.named(f"rank {rank}") from error
         except (ConnectError, OutOfStepError, TaintedEngineError) as error:
             kinds = (ConnectError, OutOfStepError, TaintedEngineError)
             kind = next(kind for kind in kinds if isinstance(error, kind))
