@@ -65,7 +65,7 @@ class EngineActor(Probe, asyncsync.ModuleEngine):
 
     async def serve(self, make: Callable[[], nn.Module]) -> None:
         """Serve another module from now on: as a newly started engine would."""
-        asyncsync.ModuleEngine.__init__(self, make(), staged=self._staged)
+        asyncsync.ModuleEngine.__init__(self, make(), staged=self._asyncsync._staged)
 
     async def read(self) -> tuple[int | None, str]:
         """Generate: the version and a digest of what was read."""

@@ -100,7 +100,7 @@ def hanging() -> When:
 
 def flip_a_bit(engine: asyncsync.ModuleEngine) -> None:
     """Have the engine's next update find one bit changed in the first bucket that arrives."""
-    original = engine._begin
+    original = engine._asyncsync._begin
 
     def begin(order: UpdateOrder) -> Any:
         session, links = original(order)
@@ -111,11 +111,11 @@ def flip_a_bit(engine: asyncsync.ModuleEngine) -> None:
             session.loader.take = take  # type: ignore[method-assign]
             take(bucket, buffer)
 
-        engine._begin = original  # type: ignore[method-assign]
+        engine._asyncsync._begin = original  # type: ignore[method-assign]
         session.loader.take = take_flipped  # type: ignore[method-assign]
         return session, links
 
-    engine._begin = begin  # type: ignore[method-assign]
+    engine._asyncsync._begin = begin  # type: ignore[method-assign]
 
 
 def change(module: nn.Module) -> None:

@@ -125,14 +125,16 @@ class ParallelEngine(asyncsync.ModuleEngine):
 
     def staged_bytes(self) -> tuple[int, int]:
         """Bytes of the arenas beside and behind the weights, and of the weights that lie here."""
-        assert isinstance(self._loader, StagedLoader)
-        arenas = [arena for arena in (self._loader._spare, self._loader._live) if arena is not None]
+        assert isinstance(self._asyncsync._loader, StagedLoader)
+        arenas = [
+            arena for arena in (self._asyncsync._loader._spare, self._asyncsync._loader._live) if arena is not None
+        ]
         own = {_local(tensor).data_ptr(): _local(tensor).nbytes for tensor in self.module.state_dict().values()}
         return sum(arena.memory.nbytes for arena in arenas), sum(own.values())
 
     def is_serving(self) -> bool:
         """Whether its gate is open."""
-        return self._gate.is_open
+        return self._asyncsync._gate.is_open
 
     def replace_parameter(self) -> None:
         """Serve another DTensor in place of one."""

@@ -27,7 +27,7 @@ BOTH = pytest.mark.parametrize("staged", [True, False], ids=["staged", "in place
 
 def restart(engine: ToldEngine, seed: int, *, staged: bool = True) -> None:
     """Make it what Ray makes of an actor whose process died: the same handle, other bytes, no groups, no version."""
-    for seat in engine._seats.values():
+    for seat in engine._asyncsync._seats.values():
         seat.close()
     engine.__init__(zoo(seed), staged=staged)  # type: ignore[misc]
 
@@ -293,7 +293,7 @@ async def test_an_engine_that_leaves_is_not_updated_any_more_and_is_in_no_group(
         await synchronizer.update_weights()
         old = contents(trainer)
         await synchronizer.remove_engine(engines[1])
-        assert not any(seat.taken for seat in engines[1]._seats.values())
+        assert not any(seat.taken for seat in engines[1]._asyncsync._seats.values())
         change(trainer)
         update = await synchronizer.update_weights()
         assert [outcome.engine for outcome in update.outcomes] == ["ToldEngine-0", "ToldEngine-2"]
@@ -357,7 +357,7 @@ async def test_an_engine_that_is_removed_in_mid_update_and_is_not_well_is_left_o
 
         if step == "accept_layout":
             synchronizer._connection.forget()
-            engines[1]._binding = None
+            engines[1]._asyncsync._binding = None
         engines[1].before[step] = remove
         update = await synchronizer.update_weights()
         await removing[0]

@@ -1,53 +1,17 @@
-"""An engine of plain torch: a class to include in a Ray actor that serves any ``nn.Module``.
-
-Threads: control calls run on a loop (in an actor, that of the ``asyncsync`` group); joining, hashing, loading and the
-commit run on one worker thread, in order; generation runs wherever the actor's own methods run, and meets the weights
-only at the gate.
-
-Sessions: an update's session begins in ``receive_weights`` and ends in ``finish_weight_update`` or
-``abort_weight_update``. Its epoch then counts as ended, so a call that arrives late finds nothing to do harm to.
-"""
+"""An engine of plain torch: a class to include in a Ray actor that serves any ``nn.Module``."""
 
 from __future__ import annotations
 
-import asyncio
-import itertools
-import threading
-import uuid
-from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
-import anyio
-from torch import Tensor, nn
+from torch import nn
 
 from asyncsync import cluster
-from asyncsync.buckets import Bucket, list_names
 from asyncsync.engines.base import EngineReceipt
-from asyncsync.engines.binding import Binding, bind, local_tensors, module_shards
-from asyncsync.engines.gate import GenerationGate
-from asyncsync.engines.loading import InPlaceLoader, Loader, StagedLoader
-from asyncsync.errors import ConnectError, EngineError, OutOfStepError, PlanError, TaintedEngineError, TransferError
-from asyncsync.guard import MemorySaverGuard, memory_saver_guard
+from asyncsync.engines.serving import ServedModule
 from asyncsync.messages import Contacts, EngineStatus, Layout, Policy, Rendezvous, UpdateOrder
-from asyncsync.packing import digest_weights
-from asyncsync.sending import OwnTensors, Sender, wait
-from asyncsync.shield import shielded
-from asyncsync.threads import WorkerThread
-from asyncsync.transports.base import Link
-from asyncsync.transports.seat import Seat
-
-
-@dataclass(slots=True)
-class _Session:
-    order: UpdateOrder
-    loader: Loader
-    scope: anyio.CancelScope
-    received: bool = False
-    stop: threading.Event = field(default_factory=threading.Event)
-    ended: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class ModuleEngine:
@@ -83,36 +47,18 @@ class ModuleEngine:
         if not isinstance(module, nn.Module):
             raise TypeError(f"a ModuleEngine serves an nn.Module, not {type(module).__name__}")
         self.module = module
-        self._staged = staged
-        self._instance = uuid.uuid4().hex
-        self._gate = GenerationGate()
-        self._worker = WorkerThread("asyncsync-receiver")
-        self._installed: dict[int, Tensor] = {}
-        self._version: int | None = None
-        self._epoch = 0
-        self._ended_epoch = 0
-        self._tainted: str | None = None
-        self._torn: set[str] = set()  # tensors that are not of the same version as the others
-        self._stale_cache = False
-        self._paused_for: int | None = None  # the epoch of the update it is paused for
-        self._binding: Binding | None = None
-        self._loader: Loader | None = None
-        self._seats: dict[int, Seat] = {}  # by source
-        self._sender = Sender(WorkerThread("asyncsync-hasher"))  # started only by an engine that gives
-        self._session: _Session | None = None
-        self._givings: dict[int, threading.Event] = {}
-        if cluster.was_restarted():
-            self._taint("its process was restarted, and holds weights of no version", torn=False)
+        # All that the library keeps lies in here, so that a class which includes this one may name its own as it likes.
+        self._asyncsync = ServedModule(lambda: self.module, staged=staged, flush=lambda: self.flush_cache())
 
     def __getattr__(self, name: str) -> Any:
         """What is missing; mostly it is the call of this class's constructor."""
-        hint = "" if "_instance" in self.__dict__ else ": call super().__init__(module) in its __init__"
+        hint = "" if "_asyncsync" in self.__dict__ else ": call super().__init__(module) in its __init__"
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}{hint}")
 
     @property
     def weight_version(self) -> int | None:
         """The version it serves; None before the first update, and while it holds part of one."""
-        return None if self._tainted else self._version
+        return self._asyncsync.weight_version
 
     def generating(self) -> Generation:
         """Read the weights: ``async with`` or ``with`` around every use of the module.
@@ -123,7 +69,7 @@ class ModuleEngine:
         Raises:
             TaintedEngineError: On entering: the engine holds part of an update.
         """
-        return Generation(self, self._gate)
+        return Generation(self._asyncsync)
 
     async def flush_cache(self) -> None:
         """Drop what was computed from older weights: for you to override; called before generation resumes."""
@@ -138,316 +84,66 @@ class ModuleEngine:
         Raises:
             EngineError: No layout was accepted yet, or the module holds shards.
         """
-        if self._binding is None:
-            raise EngineError("no layout yet: the digest of its weights has no order")
-        binding = self._binding
-        if binding.shards:
-            raise EngineError("this rank holds only shards of its weights, and the digest is that of the whole")
-        return await self._worker.run(lambda: digest_weights(binding.plan, [targets[0] for targets in binding.targets]))
+        return await self._asyncsync.weights_digest()
 
     # -- the RolloutEngine protocol -------------------------------------------------------------------------------
 
     @cluster.control
     async def describe_engine(self) -> EngineStatus:
-        """See :meth:`asyncsync.RolloutEngine.describe_engine`."""
-        binding = self._binding
-        if binding is not None and not await asyncio.to_thread(binding.fits, self.module):
-            binding = None
-        shards = await asyncio.to_thread(module_shards, self.module)
-        return EngineStatus(
-            instance=self._instance,
-            device=self._device(),
-            staged=self._staged,
-            epoch=self._epoch,
-            weight_version=self.weight_version,
-            newest_version=self._version or 0,
-            tainted=self._tainted,
-            connections=tuple(seat.connection for seat in self._seats.values() if seat.connection),
-            plan_digest=binding.plan.digest if binding else None,
-            partial=binding is not None and binding.partial,
-            shards=shards,
-            gives=not shards,
-            control_group=self.control_group is not None or not cluster.in_actor(),
-        )
+        status = await self._asyncsync.describe_engine()
+        return replace(status, control_group=self.control_group is not None or not cluster.in_actor())
 
     @cluster.control
     async def accept_layout(self, layout: Layout) -> None:
-        """See :meth:`asyncsync.RolloutEngine.accept_layout`."""
-        binding = await self._worker.run(bind, self.module, layout)
-        if self._staged and len({tensor.device for tensor in binding.tensors}) > 1:
-            raise PlanError("a staged engine's weights must be on one device: use staged=False")
-        held = local_tensors(self.module)
-        self._installed = {key: view for key, view in self._installed.items() if key in held}
-        self._binding, self._loader = binding, None
+        await self._asyncsync.accept_layout(layout)
 
     @cluster.control
     async def open_group(self, rendezvous: Rendezvous) -> Contacts:
-        """See :meth:`asyncsync.RolloutEngine.open_group`."""
-        seat = self._seats.setdefault(rendezvous.source, Seat(self._guard))
-        return await seat.open(rendezvous, address=cluster.node_address())
+        return await self._asyncsync.open_group(rendezvous)
 
     @cluster.control
     async def join_group(self, connection: str, contacts: Contacts) -> None:
-        """See :meth:`asyncsync.RolloutEngine.join_group`."""
-        for seat in self._seats.values():
-            if seat.expects(connection):
-                return await seat.join(connection, contacts)
-        raise ConnectError("the group to join was closed meanwhile")
+        await self._asyncsync.join_group(connection, contacts)
 
     @cluster.control
     async def leave_group(self, connection: str) -> None:
-        """See :meth:`asyncsync.RolloutEngine.leave_group`."""
-        for seat in list(self._seats.values()):
-            await seat.leave(connection)
-
-    def _guard(self) -> MemorySaverGuard:
-        return memory_saver_guard(offload=False, thread=self._worker)
+        await self._asyncsync.leave_group(connection)
 
     @cluster.control
     async def pause_generation(self, epoch: int, policy: Policy) -> None:
-        """See :meth:`asyncsync.RolloutEngine.pause_generation`."""
-        self._see(epoch)
-        self._paused_for = epoch
-        await self._shut(policy)
-
-    async def _shut(self, policy: Policy) -> None:
-        if policy != "drain":
-            raise EngineError(f"a ModuleEngine can only drain, not {policy}")
-        if not (empty := self._gate.shut()).done():
-            await asyncio.wrap_future(empty)
+        await self._asyncsync.pause_generation(epoch, policy)
 
     @cluster.control
     async def receive_weights(self, order: UpdateOrder) -> EngineReceipt:
-        """See :meth:`asyncsync.RolloutEngine.receive_weights`."""
-        binding = self._binding
-        if binding is not None and not await self._worker.run(binding.fits, self.module):
-            # Before anything has begun: left groups would be heard at the other ends before this error is.
-            raise OutOfStepError("the module's tensors were replaced since the layout was agreed on")
-        session, links = self._begin(order)
-        try:
-            with session.scope:
-                digest = await self._worker.run(self._receive, links, session)
-                session.received = True
-                return EngineReceipt(digest=digest)
-        finally:
-            session.stop.set()
-            if not session.received:
-                self._spoil(session, links)
-            session.ended.set()
-        what = "was aborted" if session.scope.deadline > anyio.current_time() else "took too long"
-        raise TransferError(f"receiving the weights of update {order.version} {what}")
+        return await self._asyncsync.receive_weights(order)
 
     @cluster.control
     async def finish_weight_update(self, order: UpdateOrder) -> None:
-        """See :meth:`asyncsync.RolloutEngine.finish_weight_update`."""
-        session = self._session
-        if session is None or session.order.epoch != order.epoch or not session.received:
-            raise EngineError(f"there is no received update of epoch {order.epoch} to finish")
-        if self._paused_for == order.epoch:  # else a pause that an earlier update left behind ends here
-            await self._worker.run(self._commit, session)
-            return
-        try:
-            await self._shut(order.policy)
-            await self._worker.run(self._commit, session)
-        except BaseException:
-            await shielded(self._serve(order.epoch))
-            raise
-        await shielded(self._flush_and_open(order.epoch))
+        await self._asyncsync.finish_weight_update(order)
 
     @cluster.control
     async def abort_weight_update(self, epoch: int, published: int | None) -> EngineStatus:
-        """See :meth:`asyncsync.RolloutEngine.abort_weight_update`."""
-        self._see(epoch)
-        self._ended_epoch = epoch
-        if (giving := self._givings.get(epoch)) is not None:
-            giving.set()
-        session = self._session
-        if session is not None:
-            session.scope.cancel()
-            await session.ended.wait()
-            # A commit that runs already runs to its end; then the session is gone, and there is nothing to drop.
-            await self._worker.run(self._drop, session)
-        if published is not None and self._version != published and self._tainted is None:
-            ahead = self._version is not None and self._version > published
-            self._taint(f"it holds version {self._version} alone" if ahead else f"it missed version {published}")
-        return await self.describe_engine()
+        return await self._asyncsync.abort_weight_update(epoch, published)
 
     @cluster.control
     async def resume_generation(self, epoch: int) -> None:
-        """See :meth:`asyncsync.RolloutEngine.resume_generation`."""
-        self._see(epoch)
-        await shielded(self._serve(epoch))
-        if self._tainted:
-            raise TaintedEngineError(self._tainted)
+        await self._asyncsync.resume_generation(epoch)
 
     @cluster.control
     async def give_weights(self, order: UpdateOrder) -> EngineReceipt:
-        """See :meth:`asyncsync.GivingEngine.give_weights`."""
-        self._see(order.epoch)
-        if self.weight_version != order.version:
-            raise OutOfStepError(f"this engine serves version {self.weight_version}, not {order.version}")
-        binding = self._binding
-        if binding is None or binding.shards or binding.plan.digest != order.plan_digest:
-            raise OutOfStepError("the layout that was asked for is not this engine's, or it holds shards only")
-        links = self._links(order)
-        stop = self._givings[order.epoch] = threading.Event()
-        filler = OwnTensors(binding.plan, [targets[0] for targets in binding.targets])
-        try:
-            async with asyncio.timeout(order.timeout):
-                digests = await self._worker.run(self._sender.send, binding.plan, filler, links, stop)
-        except BaseException:
-            stop.set()
-            self._sender.forget()
-            self._close(links)
-            raise
-        finally:
-            del self._givings[order.epoch]
-        return EngineReceipt(digest=binding.plan.digest_of(digests))
-
-    async def _serve(self, epoch: int) -> None:
-        await self._worker.run(lambda: None)  # a load or a commit that has begun comes to its end
-        if self._tainted is None:
-            await self._flush_and_open(epoch)
-
-    async def _flush_and_open(self, epoch: int) -> None:
-        if self._stale_cache:
-            try:
-                await self.flush_cache()
-            except Exception:
-                self._taint("its cache could not be flushed", torn=False)
-                raise
-            self._stale_cache = False
-        if epoch == self._epoch:  # else a newer update has paused it meanwhile
-            self._paused_for = None
-            self._gate.open()
-
-    # -- sessions -------------------------------------------------------------------------------------------------
-
-    def _see(self, epoch: int) -> None:
-        if epoch < self._epoch:
-            raise OutOfStepError(
-                f"a call of epoch {epoch} is out of date: this engine has seen epoch {self._epoch} "
-                "(does another synchronizer update it too?)"
-            )
-        self._epoch = epoch
-
-    def _begin(self, order: UpdateOrder) -> tuple[_Session, Sequence[Link]]:
-        if order.epoch < self._epoch or order.epoch <= self._ended_epoch:
-            raise OutOfStepError(f"epoch {order.epoch} is over: this engine has seen epoch {self._epoch}")
-        if order.version <= (self._version or 0):
-            raise OutOfStepError(f"version {order.version} exists already: this engine has served {self._version}")
-        if self._session is not None and not self._session.ended.is_set():
-            raise EngineError(f"the update of epoch {self._session.order.epoch} is still being received")
-        if self._binding is None or self._binding.plan.digest != order.plan_digest:
-            raise OutOfStepError("the layout of this update was not agreed on with this engine")
-        links = self._links(order)
-        self._epoch = order.epoch
-        device = links[0].device
-        if self._loader is None or self._loader.device != device:
-            self._loader = (
-                StagedLoader(self._binding, self._installed, device)
-                if self._staged
-                else InPlaceLoader(self._binding, device)
-            )
-        scope = anyio.CancelScope(deadline=anyio.current_time() + order.timeout)
-        self._session = _Session(order, self._loader, scope)
-        return self._session, links
-
-    def _links(self, order: UpdateOrder) -> list[Link]:
-        """The groups that an order names."""
-        held = {seat.connection: seat.link for seat in self._seats.values()}
-        links = [link for connection in order.connections if (link := held.get(connection)) is not None]
-        if not links or len(links) != len(order.connections):
-            raise OutOfStepError("this engine is not in the groups that the order names")
-        return list(links)
-
-    def _receive(self, links: Sequence[Link], session: _Session) -> str:
-        """Take and hash every bucket, while others are on their way; returns the digest of all."""
-        binding, loader = self._binding, session.loader
-        assert binding is not None
-        sources = max(1, len(binding.plan.parts))
-        if len(links) not in (1, sources):
-            raise OutOfStepError(f"the order names {len(links)} groups, and there are {sources} sources")
-        loader.begin()
-        on_the_way: deque[tuple[Bucket, Tensor, object]] = deque()
-
-        def link_of(bucket: Bucket) -> Link:
-            return links[bucket.source] if len(links) > 1 else links[0]
-
-        def take_oldest() -> None:
-            bucket, buffer, handle = on_the_way.popleft()
-            wait(link_of(bucket), handle, bucket, session.stop)
-            loader.take(bucket, buffer)
-
-        for bucket in binding.plan.buckets:
-            if len(on_the_way) == loader.in_flight:
-                take_oldest()
-            buffer = loader.target(bucket)
-            on_the_way.append((bucket, buffer, link_of(bucket).start_receive(buffer)))
-        while on_the_way:
-            take_oldest()
-        return loader.digest()
-
-    def _spoil(self, session: _Session, links: Sequence[Link]) -> None:
-        """The transfer failed: leave its groups, and the buffers that they may still write to."""
-        self._close(links)
-        self._worker.submit(self._drop, session)
-
-    def _close(self, links: Sequence[Link]) -> None:
-        for seat in self._seats.values():
-            if seat.link in links:
-                seat.close()
-
-    def _drop(self, session: _Session) -> None:
-        if self._session is not session:
-            return
-        self._session = None
-        session.loader.discard()
-        if session.loader.touched:
-            self._taint(f"update {session.order.version} was not received whole")
-
-    def _commit(self, session: _Session) -> None:
-        if self._session is not session:
-            raise EngineError(f"the update of epoch {session.order.epoch} was overtaken by another")
-        try:
-            session.loader.commit()
-        except BaseException:
-            self._taint(f"update {session.order.version} could not be loaded")
-            raise
-        self._version, self._tainted, self._stale_cache = session.order.version, None, True
-        self._ended_epoch = session.order.epoch
-        self._session = None
-        if self._torn:
-            self._torn -= self._names()
-        if self._torn:
-            self._taint(f"it lacks what an earlier update brought to others: {list_names(self._torn)}", torn=False)
-            raise TaintedEngineError(str(self._tainted))
-
-    def _taint(self, what: str, *, torn: bool = True) -> None:
-        if torn:
-            self._torn |= self._names()
-        self._tainted = f"{what}: the engine stays paused until a whole update repairs it"
-        self._gate.bar(self._tainted)
-
-    def _names(self) -> set[str]:
-        """Every tensor of the layout that was accepted last, under every name."""
-        return {name for spec in self._binding.plan.specs for name in spec.names} if self._binding else set()
-
-    def _device(self) -> str:
-        tensors = itertools.chain(self.module.parameters(), self.module.buffers())
-        return next((tensor.device.type for tensor in tensors), "cpu")
+        return await self._asyncsync.give_weights(order)
 
 
 class Generation:
     """A reading of an engine's weights, as a context: see :meth:`ModuleEngine.generating`."""
 
-    def __init__(self, engine: ModuleEngine, gate: GenerationGate) -> None:
-        self._engine = engine
-        self._gate = gate
+    def __init__(self, served: ServedModule) -> None:
+        self._served = served
+        self._gate = served.gate
 
     async def __aenter__(self) -> int | None:
         await self._gate.enter()
-        return self._engine.weight_version
+        return self._served.weight_version
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -456,7 +152,7 @@ class Generation:
 
     def __enter__(self) -> int | None:
         self._gate.enter_blocking()
-        return self._engine.weight_version
+        return self._served.weight_version
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
