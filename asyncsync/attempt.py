@@ -95,9 +95,12 @@ class Attempt:
         return joint_digest([receipt.digest for receipt in self.sent])
 
     def note_versions(self) -> None:
-        """Have the members know what they hold now."""
+        """Have the members know what they hold now; one that is as it was holds what it was known to hold."""
         for member, outcome in self.outcomes.items():
-            member.weight_version = outcome.weight_version if self.may_serve(member) else None
+            if outcome.state is EngineState.UPDATED:
+                member.weight_version = self.order.version
+            elif outcome.state is not EngineState.UNCHANGED:
+                member.weight_version = None
 
     def may_serve(self, member: Member) -> bool:
         """Whether an engine holds whole weights, as far as is known."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass, replace
 from typing import cast
 
 from asyncsync.connection import JOIN_TIMEOUT, OPERATION_TIMEOUT, Connection, engine_ends, is_acquainted
@@ -69,15 +69,18 @@ async def catch_up(
     if layout is None or layout.digest != published.plan_digest:
         return False  # the next update comes in another layout
     status = (await Fleet([joiner]).describe(policy))[joiner]
+    if holds(status, published):
+        await joiner.call(lambda engine: engine.resume_generation(connection.next_epoch([status])), CLEANUP_TIMEOUT)
+        return True
     if status.newest_version >= published.version:
-        return status.weight_version is not None  # it is ahead, by another synchronizer; or needs a whole update
+        return False  # it has seen this number, of another synchronizer's or in part: it needs a whole update
     if not is_acquainted(status, layout):
         await joiner.call(lambda engine: engine.accept_layout(layout))
     failure: WeightUpdateError | None = None
     for giver in givers:
         try:
-            giving = await giver.call(lambda engine: engine.describe_engine())
-            if not giving.gives or giving.world_size > 1 or giving.weight_version != published.version:
+            giving = await giver.call(lambda engine: engine.describe_engine(), CLEANUP_TIMEOUT)
+            if not giving.gives or giving.world_size > 1 or not holds(giving, published):
                 continue
             await _give(giver, giving, joiner, status, published, connection, policy, timeout)
         except WeightUpdateError as error:
@@ -91,6 +94,11 @@ async def catch_up(
     if failure is not None:
         raise failure
     return False
+
+
+def holds(status: EngineStatus, published: Published) -> bool:
+    """Whether an engine holds the published weights, under whatever number."""
+    return status.tainted is None and status.holds.get(published.plan_digest) == published.digest
 
 
 async def _give(
@@ -121,13 +129,15 @@ async def _give(
         base_epoch=None,
         timeout=timeout,
     )
+    given = replace(order, version=giving.weight_version or 0)  # the number that it knows them by
     done = False
     try:
-        await form_group(engine_ends({giver: giving, joiner: taking}, rendezvous, first_rank=0))
+        ends = engine_ends({giver: giving, joiner: taking}, rendezvous, first_rank=0, timeout=rendezvous.join_timeout)
+        await form_group(ends)
         await joiner.call(lambda engine: engine.pause_generation(order.epoch, policy))
         receipts = await race(
             {
-                giver: giver.call(lambda engine: cast("GivingEngine", engine).give_weights(order)),
+                giver: giver.call(lambda engine: cast("GivingEngine", engine).give_weights(given)),
                 joiner: joiner.call(lambda engine: engine.receive_weights(order)),
             }
         )
@@ -136,7 +146,7 @@ async def _give(
         await joiner.call(lambda engine: engine.resume_generation(order.epoch))
         done = True
     finally:
-        await shielded(_part([giver, joiner], order, done=done))
+        await shielded(_part(giver, joiner, order, done=done))
 
 
 def _compare(receipts: dict[Member, EngineReceipt], published: Published) -> None:
@@ -148,13 +158,17 @@ def _compare(receipts: dict[Member, EngineReceipt], published: Published) -> Non
             )
 
 
-async def _part(members: Sequence[Member], order: UpdateOrder, *, done: bool) -> None:
+async def _part(giver: Member, joiner: Member, order: UpdateOrder, *, done: bool) -> None:
     """Undo what is left of it at both ends."""
     (group,) = order.connections
     if not done:
-        aborted = {
-            member: member.call(lambda engine: engine.abort_weight_update(order.epoch, order.version), CLEANUP_TIMEOUT)
-            for member in members
-        }
-        await settle(aborted)
-    await settle({member: member.call(lambda engine: engine.leave_group(group), CLEANUP_TIMEOUT) for member in members})
+        behind = {giver: None, joiner: order.version}  # the joiner must not serve what it was to be brought from
+
+        def abort(member: Member) -> Awaitable[EngineStatus]:
+            return member.call(lambda engine: engine.abort_weight_update(order.epoch, behind[member]), CLEANUP_TIMEOUT)
+
+        status = (await settle({member: abort(member) for member in behind}))[joiner]
+        if isinstance(status, EngineStatus) and status.weight_version == order.version:  # it came as far as that
+            await settle({joiner: joiner.call(lambda one: one.resume_generation(order.epoch), CLEANUP_TIMEOUT)})
+    ends = (giver, joiner)
+    await settle({member: member.call(lambda engine: engine.leave_group(group), CLEANUP_TIMEOUT) for member in ends})

@@ -237,15 +237,30 @@ class Connection:
                 await self._connect(clock, sources, standing, alone, backend)
         return engines
 
+    async def acquaint(self, member: Member) -> None:
+        """Have an engine accept the layout that was agreed on last, if there is one.
+
+        Raises:
+            PlanError: The weights do not fit it.
+            EngineError: It failed.
+        """
+        if (layout := self.layout) is not None:
+            await member.call(lambda engine: engine.accept_layout(layout), JOIN_TIMEOUT)
+
     async def aclose(self) -> None:
         """Leave every group, at every end; bounded, and no error if an end is gone."""
         await settle({each.connections: self._leave(each.connections, each.engines) for each in self._cohorts})
 
-    async def dismiss(self, member: Member, timeout: float) -> None:
-        """Have an engine leave its groups; bounded, and no error if it is gone."""
-        for cohort in self._cohorts:
-            if member in cohort.engines:
-                await self._engines_leave(cohort.connections, [member], timeout)
+    async def dismiss(self, members: Iterable[Member], timeout: float) -> None:
+        """Have engines leave their groups; bounded, and no error if one is gone."""
+        await settle(
+            {
+                member: self._engines_leave(cohort.connections, [member], timeout)
+                for member in members
+                for cohort in self._cohorts
+                if member in cohort.engines
+            }
+        )
 
     async def _agreed_layout(self, sources: Sequence[TrainerStatus]) -> Layout:
         for source, status in zip(self._sources.all, sources, strict=True):
@@ -353,7 +368,7 @@ class Connection:
 
 
 def engine_ends(
-    engines: Mapping[Member, EngineStatus], rendezvous: Rendezvous, *, first_rank: int
+    engines: Mapping[Member, EngineStatus], rendezvous: Rendezvous, *, first_rank: int, timeout: float | None = None
 ) -> dict[object, End]:
     """The engines' ends of a group, each with as many ranks as it has.
 
@@ -361,13 +376,14 @@ def engine_ends(
         engines: The engines.
         rendezvous: Of the group.
         first_rank: The first engine's first rank.
+        timeout: Seconds that an engine may take for each step.
     """
 
     def end(member: Member, rank: int) -> End:
         own = replace(rendezvous, rank=rank)
         return End(
-            open=lambda: member.call(lambda engine: engine.open_group(own)),
-            join=lambda contacts: member.call(lambda engine: engine.join_group(own.connection, contacts)),
+            open=lambda: member.call(lambda engine: engine.open_group(own), timeout),
+            join=lambda contacts: member.call(lambda engine: engine.join_group(own.connection, contacts), timeout),
         )
 
     ends: dict[object, End] = {}

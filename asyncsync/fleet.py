@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from asyncsync import cluster
@@ -26,7 +27,7 @@ class Member:
         silent: Where it is noted if a call is given up before the engine has answered.
 
     Attributes:
-        weight_version: The version it holds whole, as far as is known.
+        weight_version: The version of this synchronizer's that it holds whole, as far as is known.
     """
 
     def __init__(self, name: str, handle: Any, engine: RolloutEngine, silent: list[str]) -> None:
@@ -45,7 +46,8 @@ class Member:
         """End every call to it, and refuse new ones: it was removed, and does not answer."""
         self._expelled = True
         for limit in self._calls:
-            limit.reschedule(asyncio.get_running_loop().time())
+            with suppress(RuntimeError):  # it is running out just now
+                limit.reschedule(asyncio.get_running_loop().time())
 
     async def call(self, call: Callable[[RolloutEngine], Awaitable[T]], timeout: float | None = None) -> T:
         """Call the engine; its errors come back as its own.
@@ -105,7 +107,11 @@ class Fleet:
         self.members = tuple(members)
 
     async def all(
-        self, call: Callable[[RolloutEngine], Awaitable[T]], *, members: Sequence[Member] | None = None
+        self,
+        call: Callable[[RolloutEngine], Awaitable[T]],
+        *,
+        members: Sequence[Member] | None = None,
+        timeout: float | None = None,
     ) -> dict[Member, T]:
         """Call every engine, and wait for all of them.
 
@@ -114,7 +120,7 @@ class Fleet:
             PlanError: Engines refused the weights; one error that tells what each refused.
             EngineErrorGroup: Several failed.
         """
-        results = await self.each(call, members=members)
+        results = await self.each(call, members=members, timeout=timeout)
         errors = [result for result in results.values() if isinstance(result, Exception)]
         if errors:
             raise combine_errors(errors)
@@ -137,15 +143,19 @@ class Fleet:
         chosen = self.members if members is None else members
         return await settle({member: member.call(call, timeout) for member in chosen})
 
-    async def describe(self, policy: Policy) -> dict[Member, EngineStatus]:
+    async def describe(self, policy: Policy, timeout: float | None = None) -> dict[Member, EngineStatus]:
         """Ask every engine how it is.
+
+        Args:
+            policy: What it must be able to do with requests in flight.
+            timeout: Seconds that each may take to answer.
 
         Raises:
             ConnectError: One cannot be used: it is another one too, cannot do the policy, or would not answer while
                 it generates.
             PlanError: One has not all of a tensor: it is a rank of an engine, and others are missing.
         """
-        statuses = await self.all(lambda engine: engine.describe_engine())
+        statuses = await self.all(lambda engine: engine.describe_engine(), timeout=timeout)
         seen: dict[str, str] = {}
         for member, status in statuses.items():
             for instance in status.instance.split("+"):

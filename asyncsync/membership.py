@@ -37,6 +37,8 @@ class Membership:
         self.silent: list[str] = []
         self._numbers = itertools.count()
         self._members: dict[str, Member] = {}
+        self._joining: dict[str, Member] = {}
+        self._departed: list[Member] = []
         self._initial_version = initial_version
         self._find: Callable[[], Awaitable[Iterable[Any]]] | None = None
         if callable(engines) and not isinstance(engines, Iterable):
@@ -91,7 +93,7 @@ class Membership:
         return Fleet(self.members)
 
     def add(self, engine: Any) -> Member:
-        """Have an engine join.
+        """Have an engine be about to join: it belongs to no fleet before :meth:`admit`.
 
         Raises:
             MembershipError: It belongs to it already, or one of its ranks does; or engines are asked for.
@@ -99,12 +101,24 @@ class Membership:
         """
         self._refuse_if_asked("add")
         key = engine_key(engine)
-        if (member := self._members.get(key)) is not None:
+        everyone = self._members | self._joining
+        if (member := everyone.get(key)) is not None:
             raise MembershipError(f"this engine has joined already: it is {member.name}")
-        joined = [(member.name, member.handle) for member in self.members]
+        joined = [(member.name, member.handle) for member in everyone.values()]
         _refuse_shared_ranks([*joined, ("the engine that is to join", engine)])
-        member = self._members[key] = self._new(engine)
+        member = self._joining[key] = self._new(engine)
         return member
+
+    def admit(self, member: Member) -> None:
+        """Let an engine in that was added: it has answered, and its weights fit.
+
+        Raises:
+            MembershipError: It was removed meanwhile.
+        """
+        key = next((key for key, each in self._joining.items() if each is member), None)
+        if key is None:
+            raise MembershipError(f"{member.name} was removed while it was joining")
+        self._members[key] = self._joining.pop(key)
 
     def remove(self, engine: Any) -> Member:
         """Have an engine leave.
@@ -113,13 +127,23 @@ class Membership:
             MembershipError: It does not belong to it, or engines are asked for.
         """
         self._refuse_if_asked("remove")
-        if (member := self._members.pop(engine_key(engine), None)) is None:
+        key = engine_key(engine)
+        if (member := self._joining.pop(key, None)) is None and (member := self._members.pop(key, None)) is None:
             raise MembershipError(f"{engine_name(engine)} is none of the engines: {self!r}")
+        self._departed.append(member)
         return member
 
     def discard(self, member: Member) -> None:
         """Have a member leave, if it has not left."""
+        if member in self or member in self._joining.values():
+            self._departed.append(member)
         self._members = {key: each for key, each in self._members.items() if each is not member}
+        self._joining = {key: each for key, each in self._joining.items() if each is not member}
+
+    def take_departed(self) -> list[Member]:
+        """Those who have left and were not asked for yet: they may still be in groups."""
+        departed, self._departed = self._departed, []
+        return departed
 
     def _refuse_if_asked(self, what: str) -> None:
         if self._find is not None:
@@ -137,6 +161,7 @@ class Membership:
         if not found:
             raise MembershipError("a synchronizer needs at least one engine")
         new = {key: self._new(engine) for key, engine in found.items() if key not in self._members}
+        self._departed += [member for key, member in self._members.items() if key not in found]
         self._members = {key: self._members.get(key) or new[key] for key in found}
 
     def _new(self, engine: Any) -> Member:

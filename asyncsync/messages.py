@@ -97,6 +97,7 @@ class TrainerStatus:
         holding: What it holds of each tensor; None: all of every one.
         shard_connections: The groups it is in through which shards go to the source rank.
         gathers: Whether its tensors are put together by a gathering of the trainer's own, in which all ranks take part.
+        shared: What it was told last about all ranks' holdings: of which plan, and as which of how many ranks.
         control_group: Whether its control calls are answered while its other methods run.
     """
 
@@ -108,6 +109,7 @@ class TrainerStatus:
     holding: Holding | None = None
     shard_connections: tuple[str, ...] = ()
     gathers: bool = False
+    shared: tuple[str, int, int] | None = None
     epoch: int = 0
     control_group: bool = True
 
@@ -132,6 +134,8 @@ class EngineStatus:
         partial: Whether it accepted that as a partial one.
         shards: What it holds only a part of, by name: the shape of the whole, and which block. An engine of several
             ranks tells what is lacking: tensors of which its ranks together do not hold each element once.
+        holds: What it holds whole, of all that any synchronizer has brought it: the digest of the weights, by the
+            layout they came in.
         gives: Whether it can give its weights to other engines (:class:`asyncsync.GivingEngine`).
         control_group: Whether its control calls are answered while its other methods run.
     """
@@ -149,6 +153,7 @@ class EngineStatus:
     plan_digest: str | None = None
     partial: bool = False
     shards: Mapping[str, tuple[tuple[int, ...], Block]] = field(default_factory=dict)
+    holds: Mapping[str, str] = field(default_factory=dict)
     gives: bool = False
     control_group: bool = True
 

@@ -59,11 +59,13 @@ class RankWorker:
         self._sender_thread = WorkerThread("asyncsync-sender")
         self._hasher = WorkerThread("asyncsync-hasher")
         self._awake = False
+        self._resting: set[asyncio.Future[None]] = set()
         self._engine_seats: dict[str, Seat] = {}  # by group
         self._shard_seats: dict[int, Seat] = {}  # by the rank that brings something
         self._rank = 0
         self._holdings: tuple[Holding | None, ...] = ()
         self._shards: ShardPlan | None = None
+        self._shared: tuple[str, int, int] | None = None
         self._options: ReadOptions | None = None
         self._plan: Plan | None = None
         self._bucket_sender = Sender(self._hasher)
@@ -84,8 +86,15 @@ class RankWorker:
     async def end_update(self) -> None:
         """See :class:`~asyncsync.trainer.Trainer`."""
         if self._hooks is not None:
-            async with self._guard() as guarded:
-                await guarded.run(self._rest)
+            # Whatever becomes of the wait: it is queued behind the hook before, which may still be running.
+            resting = asyncio.ensure_future(self._end_update())
+            self._resting.add(resting)
+            resting.add_done_callback(self._resting.discard)
+            await asyncio.shield(resting)
+
+    async def _end_update(self) -> None:
+        async with self._guard() as guarded:
+            await guarded.run(self._rest)
 
     def _wake(self) -> None:
         assert self._hooks is not None
@@ -117,6 +126,7 @@ class RankWorker:
             holding=snapshot.holding,
             shard_connections=tuple(seat.connection for seat in self._shard_seats.values() if seat.connection),
             gathers=snapshot.gather is not None,
+            shared=self._shared,
             epoch=self._ended_epoch,
         )
 
@@ -162,8 +172,10 @@ class RankWorker:
         Raises:
             PlanError: The shards of a tensor do not tile it.
         """
-        self._rank, self._holdings = rank, holdings
-        self._shards = await self._sender.run(self._plan_shards, self._plan)
+        self._rank, self._holdings, self._shared = rank, holdings, None
+        plan = self._plan
+        self._shards = await self._sender.run(self._plan_shards, plan)
+        self._shared = (plan.digest if plan else "", rank, len(holdings))
         return self._shards.bringers if self._shards else ()
 
     def _plan_shards(self, plan: Plan | None) -> ShardPlan | None:
@@ -202,6 +214,8 @@ class RankWorker:
         plan, snapshot = await self._sender.run(self._read, self._options)
         if plan.digest != order.plan_digest:
             raise OutOfStepError("the layout of the trainer's weights changed")
+        if order.shards is not None and (self._shared is None or self._shared[0] != plan.digest):
+            raise OutOfStepError("this rank was told last what the others hold of another layout")
         if snapshot.holding != (None if order.shards is None else self._holdings[self._rank]):
             raise OutOfStepError("the trainer's weights are sharded in another way now")
         sending = _Sending(order.epoch, anyio.CancelScope(deadline=anyio.current_time() + order.timeout))

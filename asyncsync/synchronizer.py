@@ -22,7 +22,7 @@ import torch
 
 from asyncsync.attempt import Attempt, Orders
 from asyncsync.buckets import DEFAULT_BUCKET_SIZE
-from asyncsync.catch_up import Published, catch_up
+from asyncsync.catch_up import Published, catch_up, holds
 from asyncsync.clock import UpdateClock
 from asyncsync.coalesce import Coalescer
 from asyncsync.connection import BackendChoice, Connection
@@ -55,6 +55,12 @@ from asyncsync.weights import Weights
 
 DEFAULT_TIMEOUT = 600.0
 """Seconds for a whole update."""
+
+DESCRIBE_TIMEOUT = 60.0
+"""Seconds, at the most, that an engine which is to join may take to answer at all."""
+
+MAX_ATTEMPTS = 4
+"""How many times an update may be tried because engines have left meanwhile."""
 
 PING_TIMEOUT = 2.0
 """Seconds within which an engine that is being removed must answer, not to be taken for dead."""
@@ -197,9 +203,7 @@ class WeightSynchronizer:
         return tuple(member.handle for member in members if self._is_ready(member))
 
     def _is_ready(self, member: Member) -> bool:
-        if member.weight_version is None or self._version is None:
-            return False
-        return member.weight_version >= self._version  # another synchronizer may have brought it a newer one
+        return self._version is not None and member.weight_version == self._version
 
     async def update_weights(self) -> WeightUpdate:
         """Bring the trainer's present weights to every engine, and publish them as a new version.
@@ -262,7 +266,7 @@ class WeightSynchronizer:
                 _, statuses = await self._agree(clock, fleet)
             for member, status in statuses.items():
                 if self._published is not None:
-                    member.weight_version = status.weight_version
+                    member.weight_version = self._version if holds(status, self._published) else None
         for member in fleet.members:
             await self._bring_up(member, wait=False)
 
@@ -289,11 +293,21 @@ class WeightSynchronizer:
         self._check_not_reading("add_engine")
         member = self._membership.add(engine)
         try:
-            await Fleet([member]).describe(self._policy)
+            await self._admit(member)
             await self._bring_up(member, wait=True)
+            if member not in self._membership:
+                raise MembershipError(f"{member.name} was removed while it was joining")
         except BaseException:
             self._membership.discard(member)
             raise
+
+    async def _admit(self, member: Member) -> None:
+        """Let an engine in once it has answered and its weights fit, lest it spoil an update for the others."""
+        await Fleet([member]).describe(self._policy, min(self._timeout, DESCRIBE_TIMEOUT))
+        if self._connection.layout is not None:
+            async with self._turn():
+                await self._connection.acquaint(member)
+        self._membership.admit(member)
 
     async def remove_engine(self, engine: Any) -> None:
         """Have an engine leave; returns once no update needs it any more, so that it may be ended.
@@ -315,17 +329,23 @@ class WeightSynchronizer:
             except (WeightUpdateError, PlanError) as error:
                 _log.info("%s was removed, and does not answer: %s", member.name, error)
                 member.expel()
-        async with self._busy:
-            await shielded(self._connection.dismiss(member, PING_TIMEOUT))
+        self._interrupt_catching_up()  # it may be the one that is given to, or that gives
+        if not self._closed:  # else all have left, or are leaving
+            async with self._busy:
+                await self._dismiss_departed()
+
+    async def _dismiss_departed(self) -> None:
+        if departed := self._membership.take_departed():
+            await shielded(self._connection.dismiss(departed, PING_TIMEOUT))
 
     async def _bring_up(self, member: Member, *, wait: bool) -> None:
         """Bring an engine to the published version: from another engine, or with the next update."""
         deadline = anyio.current_time() + self._timeout
-        while self._version is not None and not self._is_ready(member) and member in self._membership:
+        while self._published is not None and not self._is_ready(member) and member in self._membership:
             self._check_usable()
             updated = self._updated
             async with self._turn() as clock:
-                if self._published is None or self._is_ready(member) or member not in self._membership:
+                if self._is_ready(member) or member not in self._membership:
                     continue
                 if self._updates.running:
                     continue  # it waits for this turn, and brings what this would bring
@@ -370,17 +390,22 @@ class WeightSynchronizer:
     async def _update(self) -> WeightUpdate:
         self._interrupt_catching_up()
         async with self._turn() as clock, self._trainer_ready(clock):
+            attempts = 0
             while True:
+                attempts += 1
                 fleet = self._updating = await self._reconcile(clock)
                 in_step = self._connection.in_step(fleet)
                 try:
                     return await self._try(clock, fleet)
+                except LockError as error:
+                    raise WeightUpdateError(f"the lock that updates share was lost: {error}") from error
                 except OutOfStepError as error:
                     if not in_step:
                         raise
                     _log.info("asking everyone anew: %s", error)
                 except (WeightUpdateError, PlanError) as error:
-                    if clock.remaining == 0.0 or not await self._have_some_left(fleet):
+                    may_go_on = attempts < MAX_ATTEMPTS and clock.remaining > 0.0
+                    if not may_go_on or not await self._have_some_left(fleet, clock):
                         raise
                     _log.warning("once more without those who left meanwhile: %s", error)
                 finally:
@@ -438,12 +463,14 @@ class WeightSynchronizer:
         if self._membership.is_asked:
             with clock.phase("members"):
                 await self._membership.refresh()
+        await self._dismiss_departed()
         return self._membership.fleet()
 
-    async def _have_some_left(self, fleet: Fleet) -> bool:
+    async def _have_some_left(self, fleet: Fleet, clock: UpdateClock) -> bool:
         try:
-            await self._membership.refresh()
-        except MembershipError as error:
+            with clock.phase("members"):
+                await self._membership.refresh()
+        except WeightUpdateError as error:
             _log.warning("after a failed update: %s", error)
         return any(member not in self._membership for member in fleet.members)
 
@@ -565,12 +592,13 @@ class WeightSynchronizer:
         """Switch every engine to the new version, and publish it, last of all (R3)."""
         with clock.phase("finish"):
             await attempt.fleet.all(lambda engine: engine.finish_weight_update(attempt.order))
-        self._publish(attempt)
         for member in attempt.fleet.members:
             attempt.record(member, EngineState.UPDATED, weight_version=attempt.order.version)
+        self._publish(attempt)
 
     def _publish(self, attempt: Attempt) -> None:
         order = attempt.order
+        attempt.note_versions()  # at once: between the two, no engine would hold the published version
         self._version, self._base_epoch = order.version, order.epoch
         self._published = Published(version=order.version, digest=attempt.digest, plan_digest=order.plan_digest)
         updated, self._updated = self._updated, asyncio.Event()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Protocol
@@ -85,7 +86,7 @@ class TrainerRank:
             :func:`asyncsync.memory_saver_guard`).
 
     Raises:
-        TypeError: ``weights`` is none of these.
+        TypeError: ``weights`` is none of these, or a hook is ``async``.
     """
 
     control_group: str | None = None
@@ -105,8 +106,9 @@ class TrainerRank:
 
         Called on every rank at once before an update reads or connects anything, and :meth:`after_update` on every path
         after it: success, failure and cancellation. Both run on a thread of the library's, where no allocation is
-        tracked by the memory saver; they may block. If this fails, so does the update, and ``after_update`` is not
-        called on this rank.
+        tracked by the memory saver; they may block, and must not be ``async``. If this fails, so does the update, and
+        ``after_update`` is not called on this rank. A trainer that has hooks must have one synchronizer only: the end
+        of one's update would put it to sleep in the middle of another's.
         """
 
     @_no_hook
@@ -117,7 +119,10 @@ class TrainerRank:
         # By a mark: Ray gives an actor's class copies of the methods it inherits.
         if hasattr(self.before_update, _NO_HOOK) and hasattr(self.after_update, _NO_HOOK):
             return None
-        return self.before_update, self.after_update
+        hooks = self.before_update, self.after_update
+        if any(inspect.iscoroutinefunction(hook) for hook in hooks):
+            raise TypeError("before_update and after_update run on a thread, and may block: they must not be async")
+        return hooks
 
     @cluster.control
     async def begin_update(self) -> bool:

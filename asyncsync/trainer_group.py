@@ -85,7 +85,8 @@ class TrainerGroup:
         holdings = tuple(status.holding for status in statuses)
         self._gathers = source.gathers
         agreed = (instances, source.plan_digest, holdings)
-        if agreed != self._agreed:
+        told = [(source.plan_digest, number, len(statuses)) for number in self._everyone]
+        if agreed != self._agreed or [status.shared for status in statuses] != told:  # another may have told them since
             self._agreed = None
             await self._share(holdings)
             self._agreed = agreed

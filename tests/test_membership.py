@@ -22,6 +22,12 @@ from tests.sample import Zoo, contents, fingerprint
 
 pytestmark = pytest.mark.asyncio
 
+
+async def turn() -> None:
+    """Let everything else run once: for conditions that have no event."""
+    await asyncio.sleep(0)
+
+
 BOTH = pytest.mark.parametrize("staged", [True, False], ids=["staged", "in place"])
 
 
@@ -99,7 +105,10 @@ async def test_an_update_does_not_wait_for_joiners_but_takes_them_along() -> Non
             update = await synchronizer.update_weights()
             await asyncio.gather(*adding)
         assert [outcome.state for outcome in update.outcomes] == [EngineState.UPDATED] * 5
-        assert all(holds(joiner, trainer) and joiner.weight_version == 2 for joiner in joiners)
+        for joiner in joiners:
+            assert holds(joiner, trainer)
+            async with joiner.generating() as version:
+                assert version == 2
 
 
 async def test_many_join_at_once_and_an_update_comes_between() -> None:
@@ -259,6 +268,8 @@ async def test_joining_that_is_cancelled_at_any_await_leaves_all_fit_for_the_nex
             assert len(update.outcomes) == 2 + joined
             if not joined:
                 await synchronizer.add_engine(joiner)
+            async with asyncio.timeout(60), joiner.generating() as version:
+                assert version == synchronizer.weight_version
             assert all(holds(engine, trainer) for engine in (*engines, joiner))
         if not adding.reached:
             break
@@ -282,6 +293,99 @@ async def test_closing_ends_what_waits_to_join() -> None:
         async with asyncio.timeout(60):
             with pytest.raises(asyncsync.ClosedError):
                 await adding
+
+
+@BOTH
+async def test_a_joiner_that_was_cancelled_in_its_last_step_serves_when_it_joins_again(staged: bool) -> None:
+    async with synced(staged=staged, count=1) as (_, _, synchronizer):
+        await synchronizer.update_weights()
+        joiner, reached = ToldEngine(zoo(60), staged=staged), asyncio.Event()
+
+        async def hang() -> None:
+            reached.set()
+            await asyncio.Event().wait()
+
+        joiner.before["resume_generation"] = hang
+        adding = asyncio.create_task(synchronizer.add_engine(joiner))
+        await reached.wait()
+        adding.cancel()
+        await asyncio.wait([adding])
+        await synchronizer.add_engine(joiner)
+        async with asyncio.timeout(60), joiner.generating() as version:
+            assert version == 1
+
+
+async def test_an_engine_that_comes_from_another_job_is_not_taken_for_one_that_holds_the_version() -> None:
+    async with synced(count=1) as (_, moved, other):
+        for _ in range(3):
+            await other.update_weights()
+        mine = Zoo(5)
+        async with WeightSynchronizer(mine, [ToldEngine(zoo(50))], timeout=60) as synchronizer:
+            await synchronizer.update_weights()
+            adding = asyncio.create_task(synchronizer.add_engine(moved[0]))
+            while len(synchronizer._membership.members) < 2:
+                await turn()
+            assert moved[0] not in synchronizer.ready_engines, "its version 3 is another job's"
+            await synchronizer.update_weights()
+            await adding
+            assert holds(moved[0], mine)
+
+
+async def test_an_engine_that_left_and_comes_back_to_the_same_version_is_ready_at_once() -> None:
+    async with synced(count=2) as (trainer, engines, synchronizer):
+        await synchronizer.update_weights()
+        await synchronizer.remove_engine(engines[1])
+        engines[1].calls.clear()
+        await synchronizer.add_engine(engines[1])
+        assert "receive_weights" not in engines[1].calls
+        assert holds(engines[1], trainer)
+        assert synchronizer.ready_engines == tuple(engines)
+
+
+async def test_a_joiner_that_does_not_answer_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncsync.synchronizer.DESCRIBE_TIMEOUT", 1.0)
+    async with synced(count=1) as (trainer, engines, synchronizer):
+        await synchronizer.update_weights()
+        joiner = ToldEngine(zoo(60))
+        joiner.before["describe_engine"] = hanging()
+        adding = asyncio.create_task(synchronizer.add_engine(joiner))
+        await turn()
+        change(trainer)
+        update = await synchronizer.update_weights()
+        assert len(update.outcomes) == 1
+        assert holds(engines[0], trainer)
+        with pytest.raises(EngineError, match="ToldEngine-1 did not answer within 1"):
+            await adding
+
+
+async def test_a_joiner_that_is_removed_meanwhile_says_so() -> None:
+    async with synced(count=1) as (_, _, synchronizer):
+        await synchronizer.update_weights()
+        joiner, reached = ToldEngine(zoo(60)), asyncio.Event()
+
+        async def hang() -> None:
+            reached.set()
+            await asyncio.Event().wait()
+
+        joiner.before["receive_weights"] = hang
+        adding = asyncio.create_task(synchronizer.add_engine(joiner))
+        await reached.wait()
+        async with asyncio.timeout(60):
+            await synchronizer.remove_engine(joiner)
+            with pytest.raises(MembershipError, match="ToldEngine-1 was removed while it was joining"):
+                await adding
+
+
+async def test_after_a_failed_first_update_the_initial_version_is_still_held() -> None:
+    async with synced(count=2, initial_version=4) as (trainer, engines, synchronizer):
+        engines[1].before["receive_weights"] = failing(OSError("no"))
+        with pytest.raises(EngineError):
+            await synchronizer.update_weights()
+        assert synchronizer.ready_engines == tuple(engines)
+        async with asyncio.timeout(60):
+            await synchronizer.connect()
+        await synchronizer.update_weights()
+        assert all(holds(engine, trainer) for engine in engines)
 
 
 # -- leaving ---------------------------------------------------------------------------------------------------------
@@ -313,6 +417,48 @@ async def test_a_group_that_all_its_engines_have_left_is_not_sent_to_any_more() 
         await synchronizer.update_weights()
         assert [holds(engine, trainer) for engine in engines] == [True, True]
         assert [engine.joined.count(0) for engine in engines] == [1, 1]
+
+
+async def test_an_engine_whose_removal_was_cancelled_is_told_to_leave_with_the_next_turn() -> None:
+    async with synced(count=2) as (_, engines, synchronizer):
+        await synchronizer.update_weights()
+        receiving, go_on = asyncio.Event(), asyncio.Event()
+
+        async def wait() -> None:
+            receiving.set()
+            await go_on.wait()
+
+        engines[0].before["receive_weights"] = wait
+        updating = asyncio.create_task(synchronizer.update_weights())
+        await receiving.wait()
+        removing = asyncio.create_task(synchronizer.remove_engine(engines[1]))
+        while len(synchronizer._membership.members) == 2:
+            await turn()
+        removing.cancel()
+        await asyncio.wait([removing])
+        go_on.set()
+        await updating
+        await synchronizer.update_weights()
+        assert not any(seat.taken for seat in engines[1]._asyncsync._seats.values())
+
+
+async def test_removing_ends_when_the_synchronizer_is_closed() -> None:
+    async with synced(count=2) as (_, engines, synchronizer):
+        await synchronizer.update_weights()
+        receiving = asyncio.Event()
+
+        async def hang() -> None:
+            receiving.set()
+            await asyncio.Event().wait()
+
+        engines[0].before["receive_weights"] = hang
+        updating = asyncio.create_task(synchronizer.update_weights())
+        await receiving.wait()
+        removing = asyncio.create_task(synchronizer.remove_engine(engines[1]))
+        await turn()
+        await synchronizer.aclose()
+        async with asyncio.timeout(60):
+            await asyncio.wait([removing, updating])
 
 
 @BOTH
@@ -379,7 +525,8 @@ async def test_the_last_engine_may_leave_and_another_come() -> None:
         joiner = ToldEngine(zoo(60))
         adding = asyncio.create_task(synchronizer.add_engine(joiner))
         change(trainer)
-        await asyncio.sleep(0)
+        while synchronizer._membership.members == ():  # it answers, and its weights are compared, before it belongs
+            await turn()
         await synchronizer.update_weights()
         await adding
         assert holds(joiner, trainer)
@@ -464,6 +611,51 @@ async def test_a_function_is_asked_once_an_update_and_its_answer_is_the_list_of_
             await synchronizer.remove_engine(engines[0])
 
 
+async def test_engines_that_an_answer_leaves_out_are_told_to_leave() -> None:
+    trainer, engines = Zoo(1), [ToldEngine(zoo(50 + index)) for index in range(3)]
+    answers = [engines, engines[:1]]
+
+    async def find() -> Iterable[Any]:
+        return answers.pop(0)
+
+    async with WeightSynchronizer(trainer, find, timeout=60) as synchronizer:
+        await synchronizer.update_weights()
+        await synchronizer.update_weights()
+        assert [any(seat.taken for seat in engine._asyncsync._seats.values()) for engine in engines] == [
+            True,
+            False,
+            False,
+        ]
+
+
+async def test_a_function_that_hangs_after_a_failure_does_not_hold_the_update() -> None:
+    engine, asked = ToldEngine(zoo(50)), itertools.count()
+
+    async def find() -> Iterable[Any]:
+        if next(asked):
+            await asyncio.Event().wait()
+        return [engine]
+
+    async with WeightSynchronizer(Zoo(1), find, timeout=1) as synchronizer:
+        engine.before["receive_weights"] = failing(OSError("no"))
+        async with asyncio.timeout(60):
+            with pytest.raises(EngineError, match="OSError: no"):
+                await synchronizer.update_weights()
+
+
+async def test_an_answer_that_is_new_each_time_does_not_hide_what_failed() -> None:
+    class Failing(asyncsync.TrainerRank):
+        async def send_weights(self, order: asyncsync.UpdateOrder) -> Any:
+            raise OSError("no")
+
+    async def find() -> Iterable[Any]:
+        return [ToldEngine(zoo(50))]
+
+    async with WeightSynchronizer(Failing(Zoo(1)), find, timeout=60) as synchronizer:
+        with pytest.raises(asyncsync.TrainerError, match="OSError: no"):
+            await synchronizer.update_weights()
+
+
 async def test_an_answer_that_cannot_be_used_is_an_error_and_changes_nothing() -> None:
     trainer, engine = Zoo(1), ToldEngine(zoo(50))
     answers: list[Any] = [[engine]]
@@ -544,8 +736,10 @@ async def test_random_joins_leaves_and_restarts_with_rollouts_going_on(seed: int
                 await asyncio.sleep(0)
 
         async def come_and_go() -> None:
-            members = [member.handle for member in synchronizer._membership.members]
-            outside = [engine for engine in pool if engine not in members]
+            membership = synchronizer._membership
+            members = [member.handle for member in membership.members]
+            joining = [member.handle for member in membership._joining.values()]
+            outside = [engine for engine in pool if engine not in (*members, *joining)]
             if outside and (len(members) < 2 or chance.random() < 0.5):
                 await synchronizer.add_engine(chance.choice(outside))
             else:
@@ -559,7 +753,9 @@ async def test_random_joins_leaves_and_restarts_with_rollouts_going_on(seed: int
                     restart(chance.choice(synchronizer.ready_engines), 90, staged=staged)
                 going = [tasks.create_task(come_and_go()) for _ in range(chance.randrange(3))]
                 await update()
-                await asyncio.gather(*going)
+                await asyncio.wait(going, timeout=0.5) if going else None
+                while not all(task.done() for task in going):
+                    await update()  # one that joins, and whom nobody could give the version, waits for the next
                 assert all(holds(engine, trainer) for engine in synchronizer.ready_engines)
                 assert len(synchronizer.ready_engines) == len(synchronizer._membership.members)
             stop.set()
@@ -617,8 +813,14 @@ async def test_two_synchronizers_that_share_engines_and_a_lock_take_turns(staged
             assert all(holds(engine, model) for engine in engines)
         await policy.remove_engine(engines[1])
         change(model)
-        await asyncio.gather(policy.update_weights(), policy.add_engine(engines[1]), critic.update_weights())
+        await asyncio.gather(policy.update_weights(), critic.update_weights())
+        assert not holds(engines[1], model)
+        adding = asyncio.create_task(policy.add_engine(engines[1]))  # it has seen a newer number than the policy's
+        while engines[1] not in [member.handle for member in policy._membership.members]:
+            await turn()
+        assert policy.ready_engines == (engines[0],)
         await policy.update_weights()
+        await adding
         assert all(holds(engine, model) for engine in engines)
 
 

@@ -271,6 +271,11 @@ def _join(statuses: Sequence[EngineStatus]) -> EngineStatus:
         plan_digest=front.plan_digest if agreed else None,
         partial=front.partial and agreed,
         shards=_lacking(statuses),
+        holds={
+            layout: digest
+            for layout, digest in front.holds.items()
+            if tainted is None and all(status.holds.get(layout) == digest for status in statuses)
+        },
         gives=False,
         control_group=all(status.control_group for status in statuses),
     )

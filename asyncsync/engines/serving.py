@@ -44,6 +44,7 @@ class _Session:
     loader: Loader
     scope: anyio.CancelScope
     received: bool = False
+    digest: str = ""
     stop: threading.Event = field(default_factory=threading.Event)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -70,6 +71,7 @@ class ServedModule:
         self._ended_epoch = 0
         self._tainted: str | None = None
         self._torn: set[str] = set()  # tensors that are not of the same version as the others
+        self._holds: dict[str, tuple[set[str], str]] = {}  # by layout: its names, and the digest of what it brought
         self._stale_cache = False
         self._paused_for: int | None = None  # the epoch of the update it is paused for
         self._binding: Binding | None = None
@@ -127,6 +129,7 @@ class ServedModule:
             plan_digest=binding.plan.digest if binding else None,
             partial=binding is not None and binding.partial,
             shards=shards,
+            holds={layout: digest for layout, (_, digest) in self._holds.items()},
             gives=not shards,
         )
 
@@ -180,9 +183,9 @@ class ServedModule:
         session, links = self._begin(order)
         try:
             with session.scope:
-                digest = await self._worker.run(self._receive, links, session)
+                session.digest = await self._worker.run(self._receive, links, session)
                 session.received = True
-                return EngineReceipt(digest=digest)
+                return EngineReceipt(digest=session.digest)
         finally:
             session.stop.set()
             if not session.received:
@@ -367,6 +370,9 @@ class ServedModule:
         self._version, self._tainted, self._stale_cache = session.order.version, None, True
         self._ended_epoch = session.order.epoch
         self._session = None
+        names = self._names()
+        self._holds = {layout: held for layout, held in self._holds.items() if not held[0] & names}
+        self._holds[session.order.plan_digest] = names, session.digest
         if self._torn:
             self._torn -= self._names()
         if self._torn:
@@ -376,6 +382,7 @@ class ServedModule:
     def _taint(self, what: str, *, torn: bool = True) -> None:
         if torn:
             self._torn |= self._names()
+            self._holds.clear()
         self._tainted = f"{what}: the engine stays paused until a whole update repairs it"
         self._gate.bar(self._tainted)
 
