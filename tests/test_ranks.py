@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import itertools
 import os
 import signal
@@ -243,6 +244,28 @@ async def test_updates_of_ranks_that_are_asked_for_at_once_share_their_runs(acto
         assert {update.version for update in updates} <= {1, 2}
         whole, _ = await every(ranks, "whole")
         assert [contents(engine.module) for engine in engines] == [whole, whole]
+
+
+async def test_two_synchronizers_of_one_sharded_trainer_each_get_what_they_ask_for(
+    actors: list[Any], tmp_path: Path
+) -> None:
+    ranks = actors[:2]
+    await become(ranks, "fsdp", tmp_path)
+    half, brain = ToldEngine(Mixed(7).half()), ToldEngine(Mixed(8).bfloat16())
+    async with (
+        WeightSynchronizer(ranks, [half], dtype=torch.float16, bucket_size=256) as first,
+        WeightSynchronizer(ranks, [brain], dtype=torch.bfloat16, bucket_size=512) as second,
+    ):
+        for _ in range(3):
+            await every(ranks, "step")
+            await first.update_weights()
+            await second.update_weights()
+            whole = Mixed(1)
+            found, _ = await every(ranks, "whole")
+            for name, tensor in whole.state_dict().items():
+                tensor.copy_(torch.frombuffer(bytearray(found[name]), dtype=tensor.dtype).view(tensor.shape))
+            assert contents(half.module) == contents(copy.deepcopy(whole).half())
+            assert contents(brain.module) == contents(copy.deepcopy(whole).bfloat16())
 
 
 async def test_ranks_that_cannot_be_connected_leave_none_of_them_in_a_group(actors: list[Any], tmp_path: Path) -> None:

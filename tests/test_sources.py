@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import threading
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -396,3 +397,38 @@ async def test_the_groups_of_a_conductor_that_is_gone_are_left_with_the_next_upd
         await synchronizer.update_weights()
         assert [len(rank._asyncsync._seats) for rank in ranks] == [1, 1]
         assert holds(engines[0], model)
+
+
+@pytest.mark.parametrize("name", ["before_update", "after_update"])
+async def test_a_hook_that_is_async_is_refused(name: str) -> None:
+    async def hook(self: Any) -> None: ...
+
+    kind: Any = type("Asleep", (asyncsync.TrainerRank,), {name: hook})
+    with pytest.raises(TypeError, match="must not be async"):
+        kind(nn.Linear(1, 1))
+
+
+async def test_the_hook_after_is_called_behind_one_before_that_takes_longer_than_anyone_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("asyncsync.synchronizer.CLEANUP_TIMEOUT", 0.05)
+    monkeypatch.setattr("asyncsync.guard.CLEANUP_TIMEOUT", 0.05)
+    woken, rested = threading.Event(), threading.Event()
+
+    class Slow(Sleeper):
+        def before_update(self) -> None:
+            woken.wait()
+            super().before_update()
+
+        def after_update(self) -> None:
+            super().after_update()
+            rested.set()
+
+    trainer = Slow(nn.Linear(3, 2))
+    async with WeightSynchronizer(trainer, [ToldEngine(nn.Linear(3, 2))], timeout=0.4) as synchronizer:
+        with pytest.raises(asyncsync.WeightUpdateTimeoutError):
+            await synchronizer.update_weights()
+        assert trainer.calls == []
+        woken.set()
+        assert await asyncio.to_thread(rested.wait, 60)
+        assert trainer.calls == ["before", "after"]
