@@ -12,6 +12,7 @@ no way to add it later, hence a decorator of our own.
 from __future__ import annotations
 
 import asyncio
+import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -94,7 +95,9 @@ def in_actor() -> bool:
 
 def was_restarted() -> bool:
     """Whether this process is an actor's that Ray has started anew after its first process died."""
-    return in_actor() and bool(ray.get_runtime_context().was_current_actor_reconstructed)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Ray's own, at a call of its own
+        return in_actor() and bool(ray.get_runtime_context().was_current_actor_reconstructed)
 
 
 def is_actor(candidate: object) -> bool:

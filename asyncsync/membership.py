@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, TypeAlias
@@ -73,7 +74,10 @@ class Membership:
         if self._find is None:
             return
         try:
-            found = await self._find()
+            asked = self._find()
+            if not inspect.isawaitable(asked):
+                raise TypeError("the function that is given for engines must be async")
+            found = await asked
             if not isinstance(found, Iterable):
                 raise TypeError(f"a list of engines is needed, not {type(found).__name__}")
             self._set(found)
@@ -127,11 +131,16 @@ class Membership:
             MembershipError: It does not belong to it, or engines are asked for.
         """
         self._refuse_if_asked("remove")
-        key = engine_key(engine)
+        key = engine_key(engine) if not isinstance(engine, str) else self._key_of(engine)
         if (member := self._joining.pop(key, None)) is None and (member := self._members.pop(key, None)) is None:
-            raise MembershipError(f"{engine_name(engine)} is none of the engines: {self!r}")
+            name = engine if isinstance(engine, str) else engine_name(engine)
+            raise MembershipError(f"{name} is none of the engines: {self!r}")
         self._departed.append(member)
         return member
+
+    def _key_of(self, name: str) -> str:
+        everyone = self._members | self._joining
+        return next((key for key, member in everyone.items() if member.name == name), "")
 
     def discard(self, member: Member) -> None:
         """Have a member leave, if it has not left."""

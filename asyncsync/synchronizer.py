@@ -316,7 +316,7 @@ class WeightSynchronizer:
         fails, the others get the whole update without it.
 
         Args:
-            engine: The engine, in the form in which it was given.
+            engine: The engine, in the form in which it was given; or its name, as errors and reports have it.
 
         Raises:
             MembershipError: It is none of the engines, or a function was given for them.
@@ -553,7 +553,9 @@ class WeightSynchronizer:
                 try:
                     await stack.enter_async_context(writer)
                 except LockTimeoutError as error:
-                    raise WeightUpdateTimeoutError(f"generation did not end in time: {error}") from error
+                    raise WeightUpdateTimeoutError(
+                        f"generation did not end in time (does who awaits this update hold generation()?): {error}"
+                    ) from error
             with clock.measure("paused"):
                 yield
 

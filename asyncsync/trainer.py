@@ -113,7 +113,11 @@ class TrainerRank:
 
     @_no_hook
     def after_update(self) -> None:
-        """Undo what :meth:`before_update` did: destroy process groups, go back to sleep."""
+        """Undo what :meth:`before_update` did: destroy process groups, go back to sleep.
+
+        Let go of every reference to a group before it is destroyed, and make the next one over a store of a new name:
+        torch may find the old one otherwise.
+        """
 
     def __hooks(self) -> tuple[Callable[[], None], Callable[[], None]] | None:
         # By a mark: Ray gives an actor's class copies of the methods it inherits.

@@ -243,8 +243,10 @@ def as_sources(candidate: Any, *, offload: bool | None) -> tuple[tuple[Trainer, 
 
     Raises:
         TypeError: It is neither a trainer nor weights.
-        ValueError: A rank is given twice.
+        ValueError: A rank is given twice, or there are none.
     """
+    if candidate == []:
+        raise ValueError("the trainer is an empty list: give its ranks, or the weights")
     if isinstance(candidate, list | tuple) and any(_is_rank(each) or _is_stage(each) for each in candidate):
         staged = any(_is_stage(each) for each in candidate)
         stages = [list(each) if _is_stage(each) else [each] for each in candidate] if staged else [list(candidate)]

@@ -50,7 +50,8 @@ class GatheredWeights(Protocol):
 
         Called on a thread of the library's, for one tensor after another, in the same order on every rank. Training
         stands still meanwhile, since the weights must not change during an update; use a process group of its own
-        nevertheless if anything else may use the training's.
+        nevertheless if anything else may use the training's. If it fails on one rank, the others wait in theirs for the
+        group's own timeout, and no update can begin before: give it a short one, and a new group afterwards.
         """
         ...
 
@@ -160,10 +161,15 @@ class _GatheredReading:
         """Collective. See :attr:`Snapshot.gather`.
 
         Raises:
-            TransferError: The tensor is not what was described.
+            TransferError: It failed, or the tensor is not what was described.
         """
         name, dtype, shape = self._sent[index]
-        tensor = weights.gather(name)
+        try:
+            tensor = weights.gather(name)
+        except Exception as error:
+            raise TransferError(f"gathering {name} failed: {type(error).__name__}: {error}") from error
+        if tensor is not None and not isinstance(tensor, Tensor):
+            raise TransferError(f"gathering {name} gave no tensor but {type(tensor).__name__}")
         if tensor is not None and (tensor.dtype, tuple(tensor.shape)) != (dtype, shape):
             raise TransferError(
                 f"gathering {name} gave {tensor.dtype} {list(tensor.shape)}, described as {dtype} {list(shape)}"

@@ -515,6 +515,19 @@ async def test_an_engine_that_is_removed_in_mid_update_and_is_not_well_is_left_o
                 assert version == update.version == synchronizer.weight_version
 
 
+async def test_an_engine_that_failed_is_removed_by_the_name_in_the_error() -> None:
+    async with synced(count=2) as (trainer, engines, synchronizer):
+        await synchronizer.update_weights()
+        engines[1].before["receive_weights"] = failing(OSError("no"))
+        with pytest.raises(EngineError) as caught:
+            await synchronizer.update_weights()
+        assert caught.value.engine is not None
+        await synchronizer.remove_engine(caught.value.engine)
+        update = await synchronizer.update_weights()
+        assert [outcome.engine for outcome in update.outcomes] == ["ToldEngine-0"]
+        assert holds(engines[0], trainer)
+
+
 async def test_the_last_engine_may_leave_and_another_come() -> None:
     async with synced(count=1) as (trainer, engines, synchronizer):
         await synchronizer.update_weights()
@@ -684,6 +697,13 @@ async def test_an_answer_that_cannot_be_used_is_an_error_and_changes_nothing() -
         assert holds(engine, trainer)
 
 
+async def test_a_function_for_engines_that_is_not_async_is_an_error_that_says_so() -> None:
+    not_async: Any = lambda: [ToldEngine(zoo(50))]  # noqa: E731
+    async with WeightSynchronizer(Zoo(1), not_async) as synchronizer:
+        with pytest.raises(MembershipError, match="must be async"):
+            await synchronizer.update_weights()
+
+
 async def test_engines_that_are_missing_in_the_next_answer_are_left_out_in_the_same_call() -> None:
     trainer, engines = Zoo(1), [ToldEngine(zoo(50)), ToldEngine(zoo(51))]
     answer = engines
@@ -770,6 +790,8 @@ async def test_joining_twice_and_leaving_without_having_joined_are_refused_by_na
             await synchronizer.add_engine(engines[1])
         with pytest.raises(MembershipError, match=r"ToldEngine is none of the engines: .*ToldEngine-0, ToldEngine-1"):
             await synchronizer.remove_engine(ToldEngine(zoo(60)))
+        with pytest.raises(MembershipError, match=r"ToldEngine-7 is none of the engines"):
+            await synchronizer.remove_engine("ToldEngine-7")
         with pytest.raises(TypeError, match="no rollout engine"):
             await synchronizer.add_engine(nn.Linear(2, 2))
         joiner = ToldEngine(zoo(60))

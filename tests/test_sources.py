@@ -114,6 +114,8 @@ async def test_stages_given_as_ranks_of_one_trainer_are_refused_with_a_hint() ->
     async with WeightSynchronizer(ranks, [ToldEngine(stages(2, 50, strided=False))]) as synchronizer:
         with pytest.raises(PlanError, match=r"ranks disagree.*give each stage of a pipeline as a list of its own"):
             await synchronizer.update_weights()
+    with pytest.raises(ValueError, match="the trainer is an empty list"):
+        WeightSynchronizer([], [ToldEngine(nn.Linear(1, 1))])
     with pytest.raises(ValueError, match="trainer rank 1 is given twice: it is rank 0 too"):
         WeightSynchronizer([[ranks[0]], [ranks[0]]], [ToldEngine(nn.Linear(1, 1))])
 
@@ -200,15 +202,17 @@ class Halves:
 
     def __init__(self, model: nn.Module, rank: int, meeting: list[tuple[int, str]]) -> None:
         self.model, self.rank, self.meeting = model, rank, meeting
-        self.wrong: Tensor | None = None
+        self.wrong: Any = None
 
     def describe(self) -> Iterable[tuple[str, torch.dtype, Sequence[int]]]:
         return [(name, tensor.dtype, tensor.shape) for name, tensor in sent(self.model).items()]
 
     def gather(self, name: str) -> Tensor | None:
         self.meeting.append((self.rank, name))
+        if isinstance(self.wrong, Exception):
+            raise self.wrong
         if self.wrong is not None:
-            return self.wrong
+            return self.wrong  # type: ignore[no-any-return]
         return self.model.state_dict()[name] if self.rank == 0 else None
 
 
@@ -251,6 +255,12 @@ async def test_a_gathering_that_gives_something_else_than_it_said_is_refused_by_
         with pytest.raises(
             asyncsync.TransferError, match=r"gathering weight gave torch.float32 \[2, 2\], described as"
         ):
+            await synchronizer.update_weights()
+        half.wrong = torch.zeros(2, 3).numpy()
+        with pytest.raises(asyncsync.TransferError, match=r"gathering weight gave no tensor but ndarray"):
+            await synchronizer.update_weights()
+        half.wrong = OSError("no")
+        with pytest.raises(asyncsync.TransferError, match=r"gathering weight failed: OSError: no"):
             await synchronizer.update_weights()
         half.wrong, half.rank = None, 1
         with pytest.raises(asyncsync.TransferError, match=r"gathering weight .* gave the source nothing"):

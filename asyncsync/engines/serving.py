@@ -37,6 +37,8 @@ from asyncsync.threads import WorkerThread
 from asyncsync.transports.base import Link
 from asyncsync.transports.seat import Seat
 
+ANOTHER = "(does another synchronizer update it, that does not share this one's lock?)"
+
 
 @dataclass(slots=True)
 class _Session:
@@ -152,7 +154,7 @@ class ServedModule:
         for seat in self._seats.values():
             if seat.expects(connection):
                 return await seat.join(connection, contacts)
-        raise ConnectError("the group to join was closed meanwhile")
+        raise ConnectError(f"the group to join was closed meanwhile {ANOTHER}")
 
     async def leave_group(self, connection: str) -> None:
         """See :meth:`asyncsync.RolloutEngine.leave_group`."""
@@ -279,20 +281,19 @@ class ServedModule:
     def _see(self, epoch: int) -> None:
         if epoch < self._epoch:
             raise OutOfStepError(
-                f"a call of epoch {epoch} is out of date: this engine has seen epoch {self._epoch} "
-                "(does another synchronizer update it too?)"
+                f"a call of epoch {epoch} is out of date: this engine has seen epoch {self._epoch} {ANOTHER}"
             )
         self._epoch = epoch
 
     def _begin(self, order: UpdateOrder) -> tuple[_Session, Sequence[Link]]:
         if order.epoch < self._epoch or order.epoch <= self._ended_epoch:
-            raise OutOfStepError(f"epoch {order.epoch} is over: this engine has seen epoch {self._epoch}")
+            raise OutOfStepError(f"epoch {order.epoch} is over: this engine has seen {self._epoch} {ANOTHER}")
         if order.version <= (self._version or 0):
-            raise OutOfStepError(f"version {order.version} exists already: this engine has served {self._version}")
+            raise OutOfStepError(f"version {order.version} is past: this engine has served {self._version} {ANOTHER}")
         if self._session is not None and not self._session.ended.is_set():
             raise EngineError(f"the update of epoch {self._session.order.epoch} is still being received")
         if self._binding is None or self._binding.plan.digest != order.plan_digest:
-            raise OutOfStepError("the layout of this update was not agreed on with this engine")
+            raise OutOfStepError(f"the layout of this update was not agreed on with this engine {ANOTHER}")
         links = self._links(order)
         self._epoch = order.epoch
         device = links[0].device
@@ -311,7 +312,7 @@ class ServedModule:
         held = {seat.connection: seat.link for seat in self._seats.values()}
         links = [link for connection in order.connections if (link := held.get(connection)) is not None]
         if not links or len(links) != len(order.connections):
-            raise OutOfStepError("this engine is not in the groups that the order names")
+            raise OutOfStepError(f"this engine is not in the groups that the order names {ANOTHER}")
         return list(links)
 
     def _receive(self, links: Sequence[Link], session: _Session) -> str:
