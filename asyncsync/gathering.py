@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from torch import Tensor
@@ -116,6 +117,9 @@ def bring_shards(
 class CallGathering:
     """Fills buckets at the source, from whole tensors that the trainer's own gathering gives, one at a time.
 
+    However an update ends, every rank calls the gathering for every tensor (:meth:`finish`, :func:`take_part`): a
+    collective that one rank leaves out would hold the others, and spoil the trainer's group for good.
+
     Args:
         plan: The plan.
         gather: Collective. Gives a tensor of the plan whole, by its index.
@@ -126,6 +130,8 @@ class CallGathering:
     def __init__(self, plan: Plan, gather: Callable[[int], Tensor | None]) -> None:
         self._plan = plan
         self._gather = gather
+        self._ahead = deque(_in_order(plan))
+        self._failed = False
         self._split: tuple[int, Tensor] | None = None
 
     def lying(self, bucket: Bucket, device: str) -> Tensor | None:
@@ -135,32 +141,43 @@ class CallGathering:
         pass
 
     def fill(self, bucket: Bucket, buffer: Tensor, stop: threading.Event) -> None:
+        if stop.is_set():
+            raise TransferError("gathering was stopped")
         nothing = replace(bucket, whole=(), spans=(), pieces=())
         for index, span in zip(bucket.whole, bucket.spans, strict=True):
-            pack(self._plan, replace(nothing, whole=(index,), spans=(span,)), {index: self._whole(index, stop)}, buffer)
+            pack(self._plan, replace(nothing, whole=(index,), spans=(span,)), {index: self._whole(index)}, buffer)
         for piece in bucket.pieces:
             if self._split is None or self._split[0] != piece.tensor:
                 self._split = None  # before the next one is there
-                self._split = piece.tensor, self._whole(piece.tensor, stop)
+                self._split = piece.tensor, self._whole(piece.tensor)
             pack(self._plan, replace(nothing, pieces=(piece,)), {piece.tensor: self._split[1]}, buffer)
 
-    def _whole(self, index: int, stop: threading.Event) -> Tensor:
-        if stop.is_set():
-            raise TransferError("gathering was stopped")
-        if (tensor := self._gather(index)) is None:
+    def finish(self) -> None:
+        """Collective. Call the gathering for all that is left, unless it has failed itself."""
+        self._split = None
+        while self._ahead and not self._failed:
+            with suppress(Exception):  # the error that ended the update is the one that counts
+                self._next()
+
+    def _whole(self, index: int) -> Tensor:
+        assert index == self._ahead[0]
+        if (tensor := self._next()) is None:
             raise TransferError(f"gathering {self._plan.specs[index]} gave the source nothing")
         return tensor.detach()
 
+    def _next(self) -> Tensor | None:
+        self._failed = True  # until it has not
+        tensor = self._gather(self._ahead.popleft())
+        self._failed = False
+        return tensor
 
-def take_part(plan: Plan, gather: Callable[[int], Tensor | None], stop: threading.Event) -> None:
+
+def take_part(plan: Plan, gather: Callable[[int], Tensor | None]) -> None:
     """Collective. Call the trainer's gathering in the same order as the source does, and keep nothing.
 
-    Raises:
-        TransferError: It was stopped.
+    It cannot be stopped: the source does not stop either.
     """
     for index in _in_order(plan):
-        if stop.is_set():
-            raise TransferError("gathering was stopped")
         gather(index)
 
 

@@ -66,6 +66,8 @@ class RankWorker:
         self._holdings: tuple[Holding | None, ...] = ()
         self._shards: ShardPlan | None = None
         self._shared: tuple[str, int, int] | None = None
+        self._gathers = False
+        self._gathered_epoch = 0
         self._options: ReadOptions | None = None
         self._plan: Plan | None = None
         self._bucket_sender = Sender(self._hasher)
@@ -116,7 +118,7 @@ class RankWorker:
         """
         self._options = options
         plan, snapshot = await self._sender.run(self._read, options)
-        self._plan = plan
+        self._plan, self._gathers = plan, snapshot.gather is not None
         return TrainerStatus(
             instance=self._instance,
             device=next((tensor.device.type for tensor in snapshot.tensors), "cpu"),
@@ -125,7 +127,7 @@ class RankWorker:
             specs=None if plan.digest == known_digest else plan.specs,
             holding=snapshot.holding,
             shard_connections=tuple(seat.connection for seat in self._shard_seats.values() if seat.connection),
-            gathers=snapshot.gather is not None,
+            gathers=self._gathers,
             shared=self._shared,
             epoch=self._ended_epoch,
         )
@@ -206,6 +208,21 @@ class RankWorker:
             PlanError: The weights cannot be sent (any more).
             TransferError: The bytes did not arrive, the sending was aborted, or took too long.
         """
+        try:
+            return await self._send_weights(order)
+        except BaseException:
+            if self._gathers and self._gathered_epoch != order.epoch:
+                # The other ranks may have begun to gather, and would wait for this one.
+                await shielded(self._sender.run(self._only_take_part))
+            raise
+
+    def _only_take_part(self) -> None:
+        if self._options is not None:
+            plan, snapshot = self._read(self._options)
+            if snapshot.gather is not None:
+                take_part(plan, snapshot.gather)
+
+    async def _send_weights(self, order: UpdateOrder) -> SendReceipt | None:
         if self._options is None:
             raise OutOfStepError("the trainer was not asked for its weights yet")
         links = self._links(order)
@@ -226,7 +243,9 @@ class RankWorker:
                 async with self._guard() as guarded:
                     try:
                         stop = threading.Event()
-                        digests = await guarded.run(self._send, links, plan, snapshot, stop, on_cancel=stop.set)
+                        digests = await guarded.run(
+                            self._send, order.epoch, links, plan, snapshot, stop, on_cancel=stop.set
+                        )
                     except BaseException:
                         await shielded(guarded.run(self._close_links))
                         raise
@@ -260,16 +279,21 @@ class RankWorker:
             shards[rank] = link
         return _Links(engines, self._shards, shards)
 
-    def _send(self, links: _Links, plan: Plan, snapshot: Snapshot, stop: threading.Event) -> Digests | None:
+    def _send(self, epoch: int, links: _Links, plan: Plan, snapshot: Snapshot, stop: threading.Event) -> Digests | None:
         """This rank's part of sending every bucket; None if another rank is the source."""
         is_source = bool(links.engines)
         if snapshot.gather is not None:
+            self._gathered_epoch = epoch
             if not is_source:
-                take_part(plan, snapshot.gather, stop)
+                take_part(plan, snapshot.gather)
                 return None
-            filler: Filler = CallGathering(plan, snapshot.gather)
-        elif links.plan is None:
-            filler = OwnTensors(plan, snapshot.tensors)
+            gathering = CallGathering(plan, snapshot.gather)
+            try:
+                return self._bucket_sender.send(plan, gathering, links.engines, stop)
+            finally:
+                gathering.finish()
+        if links.plan is None:
+            filler: Filler = OwnTensors(plan, snapshot.tensors)
         else:
             assert snapshot.holding is not None
             held = (snapshot.holding, snapshot.tensors)

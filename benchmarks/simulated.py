@@ -190,6 +190,7 @@ class SimulatedEngine:
         self._instance = uuid.uuid4().hex
         self._parts: tuple[str, ...] = ()
         self._plan_digest: str | None = None
+        self._holds: dict[str, str] = {}
         self._seats = Seats()
         self._epoch = 0
         self._received: UpdateOrder | None = None
@@ -207,6 +208,7 @@ class SimulatedEngine:
             newest_version=self.weight_version or 0,
             connections=self._seats.connections,
             plan_digest=self._plan_digest,
+            holds=self._holds,
             gives=True,
         )
 
@@ -260,6 +262,7 @@ class SimulatedEngine:
         if self._received is None or self._received.epoch != order.epoch:
             raise EngineError(f"there is no received update of epoch {order.epoch} to finish")
         self._received, self.weight_version = None, order.version
+        self._holds = {order.plan_digest: weights_digest(self._parts, order.version)}
 
     async def abort_weight_update(self, epoch: int, published: int | None) -> EngineStatus:
         """Drop what was received."""

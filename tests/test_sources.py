@@ -271,6 +271,22 @@ async def test_a_gathering_that_gives_something_else_than_it_said_is_refused_by_
         assert contents(engine.module) == contents(model)
 
 
+@pytest.mark.parametrize("step", ["receive_weights", "finish_weight_update"])
+async def test_every_rank_gathers_to_the_end_though_the_update_fails(step: str) -> None:
+    model, engine = Zoo(1), ToldEngine(Zoo(50, strided=False))
+    meeting: list[tuple[int, str]] = []
+    ranks = [asyncsync.TrainerRank(Halves(model, rank, meeting)) for rank in range(2)]
+    async with WeightSynchronizer(ranks, [engine], bucket_size=64, timeout=60) as synchronizer:
+        await synchronizer.update_weights()
+
+        meeting.clear()
+        engine.before[step] = failing(OSError("no"))
+        with pytest.raises(asyncsync.EngineError):
+            await synchronizer.update_weights()
+        orders = [[name for rank, name in meeting if rank == which] for which in range(2)]
+        assert orders[0] == orders[1] == [name for name, tensor in sent(model).items() if tensor.numel()]
+
+
 async def test_ranks_of_which_some_gather_and_some_do_not_are_refused() -> None:
     model = nn.Linear(3, 2)
     ranks = [asyncsync.TrainerRank(Halves(model, 0, [])), asyncsync.TrainerRank(model)]
