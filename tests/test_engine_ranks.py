@@ -424,7 +424,7 @@ def actors(ray_cluster: None) -> Iterator[list[Any]]:
         ray.kill(actor)
 
 
-@pytest.mark.ray
+@pytest.mark.ranks
 @BOTH
 @pytest.mark.parametrize("bucket_size", [64, 1 << 20])
 async def test_tensor_parallel_ranks_hold_together_what_the_trainer_sends(
@@ -450,7 +450,7 @@ async def test_tensor_parallel_ranks_hold_together_what_the_trainer_sends(
         assert await every(pair, "here") == shapes
 
 
-@pytest.mark.ray
+@pytest.mark.ranks
 @BOTH
 async def test_three_ranks_of_which_some_hold_nothing_of_a_tensor(
     actors: list[Any], tmp_path: Path, staged: bool
@@ -472,7 +472,7 @@ async def test_three_ranks_of_which_some_hold_nothing_of_a_tensor(
             trainer.step()
 
 
-@pytest.mark.ray
+@pytest.mark.ranks
 @pytest.mark.parametrize("kind", ["tensor parallel", "replicated"])
 @BOTH
 async def test_rollouts_that_go_on_during_updates_never_mix_versions(
@@ -510,7 +510,7 @@ async def test_rollouts_that_go_on_during_updates_never_mix_versions(
     assert not torch.equal(expected[2], expected[3])
 
 
-@pytest.mark.ray
+@pytest.mark.ranks
 async def test_a_rank_of_a_mesh_that_is_missing_is_found_by_the_tensors_that_are_not_whole(
     actors: list[Any], tmp_path: Path
 ) -> None:
@@ -527,7 +527,7 @@ async def test_a_rank_of_a_mesh_that_is_missing_is_found_by_the_tensors_that_are
         assert await every(actors, "is_serving") == [True] * 3
 
 
-@pytest.mark.ray
+@pytest.mark.ranks
 async def test_a_rank_that_holds_shards_says_what_it_cannot_do(actors: list[Any], tmp_path: Path) -> None:
     await become(actors, "tensor parallel", tmp_path)
     async with WeightSynchronizer(Served(1), [actors]) as synchronizer:
@@ -542,7 +542,7 @@ async def test_a_rank_that_holds_shards_says_what_it_cannot_do(actors: list[Any]
             await synchronizer.update_weights()
 
 
-@pytest.mark.ray
+@pytest.mark.ranks
 @BOTH
 async def test_actors_become_engines_of_other_sizes_as_they_leave_and_join(
     actors: list[Any], tmp_path: Path, staged: bool
@@ -567,7 +567,7 @@ async def test_actors_become_engines_of_other_sizes_as_they_leave_and_join(
         torch.testing.assert_close(outputs, trainer(torch.eye(5)).detach())  # torch adds a third of the bias thrice
 
 
-@pytest.mark.ray
+@pytest.mark.ranks
 async def test_ranks_that_join_catch_up_from_an_engine_that_is_whole(actors: list[Any], tmp_path: Path) -> None:
     trainer = Served(1)
     await become(actors[:2], "tensor parallel", tmp_path)

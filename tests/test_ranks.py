@@ -23,7 +23,7 @@ from tests.engines import ToldEngine, failing
 from tests.sample import contents
 from tests.sharded import Mixed, RemoteShardedTrainer, become, every
 
-pytestmark = [pytest.mark.asyncio, pytest.mark.ray]
+pytestmark = [pytest.mark.asyncio, pytest.mark.ranks]
 
 CASES = [
     ("fsdp", 2),
