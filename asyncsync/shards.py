@@ -22,7 +22,7 @@ from torch import Tensor
 
 from asyncsync.buckets import ALIGNMENT, Bucket, Piece, Plan, TensorSpec
 from asyncsync.errors import PlanError
-from asyncsync.packing import pack, raw, row_major
+from asyncsync.packing import pack, raw
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +41,6 @@ class Block:
     def numel(self) -> int:
         """How many elements it has."""
         return math.prod(self.shape)
-
-    def rows(self, first: int, stop: int) -> Block:
-        """The part of it that lies in these rows (indices of dimension 0) of the tensor."""
-        low, high = max(self.start[0], first), min(self.start[0] + self.shape[0], stop)
-        return Block((low, *self.start[1:]), (max(0, high - low), *self.shape[1:]))
 
     def of(self, tensor: Tensor, origin: Sequence[int]) -> Tensor:
         """The view of a tensor that this box is, if the tensor's first element lies at ``origin``."""
@@ -186,12 +181,15 @@ class ShardPlan:
         parts: list[Part] = []
         pieces = {piece.tensor: piece for piece in bucket.pieces}
         for index in _tensors(bucket):
-            block = self._owners.get(index, {}).get(rank)
-            if block is not None and index in pieces and block.shape:
-                block = block.rows(*_rows(self.plan.specs[index], pieces[index]))
-            if block is not None and block.numel:
-                offset = _end(self.plan, parts[-1]) if parts else 0
-                parts.append(Part(index, block, offset))
+            if (block := self._owners.get(index, {}).get(rank)) is None:
+                continue
+            wanted = [block]
+            if index in pieces:
+                wanted = [box.common(block) for box in _boxes_of(self.plan.specs[index], pieces[index])]
+            for part in wanted:
+                if part.numel:
+                    offset = _end(self.plan, parts[-1]) if parts else 0
+                    parts.append(Part(index, part, offset))
         return parts
 
     def pack_parts(
@@ -255,20 +253,16 @@ class ShardPlan:
                     self._assemble_piece(piece, found[piece.tensor], buffer)
 
     def _assemble_piece(self, piece: Piece, found: Sequence[tuple[Block, Tensor]], buffer: Tensor) -> None:
-        # The rows that the piece touches are put together aside, since it may begin and end in the middle of one.
         spec = self.plan.specs[piece.tensor]
-        first, stop = _rows(spec, piece)
-        rows = torch.empty((stop - first, *spec.shape[1:]), dtype=spec.dtype, device=buffer.device)
-        for block, source in found:
-            _copy(block.of(rows, (first, *(0,) * (len(spec.shape) - 1))), source)
-        width, skipped = spec.dtype.itemsize, first * math.prod(spec.shape[1:])
-        target = buffer[piece.offset : piece.offset + piece.stop - piece.start]
-        wanted = row_major(rows, piece.start // width - skipped, piece.stop // width - skipped)
+        flat = buffer[piece.offset : piece.offset + piece.stop - piece.start].view(spec.dtype)
         position = 0
-        for part in wanted:
-            nbytes = part.numel() * width
-            _copy(target[position : position + nbytes].view(spec.dtype).view(part.shape), part)
-            position += nbytes
+        for box in _boxes_of(spec, piece):
+            target = flat[position : position + box.numel].view(box.shape)
+            position += box.numel
+            for block, source in found:
+                part = box.common(block)
+                if part.numel:
+                    _copy(part.of(target, box.start), part.of(source, block.start))
 
     def _of_message(self, part: Part, message: Tensor) -> Tensor:
         dtype = self.plan.specs[part.tensor].dtype
@@ -297,11 +291,10 @@ def unpack_shards(plan: Plan, bucket: Bucket, buffer: Tensor, shards: Mapping[in
                 _copy(shard.tensor, shard.block.of(source, (0,) * len(spec.shape)))
         for piece in bucket.pieces:
             spec = plan.specs[piece.tensor]
-            width = spec.dtype.itemsize
             flat = buffer[piece.offset : piece.offset + piece.stop - piece.start].view(spec.dtype)
             for shard in shards.get(piece.tensor, ()):
                 position = 0
-                for box in boxes(spec.shape, piece.start // width, piece.stop // width):
+                for box in _boxes_of(spec, piece):
                     source = flat[position : position + box.numel].view(box.shape)
                     position += box.numel
                     part = box.common(shard.block)
@@ -352,12 +345,10 @@ def _tensors(bucket: Bucket) -> tuple[int, ...]:
     return (*bucket.whole, *(piece.tensor for piece in bucket.pieces))
 
 
-def _rows(spec: TensorSpec, piece: Piece) -> tuple[int, int]:
-    """The rows of a tensor that a piece touches."""
-    if not spec.shape:
-        return 0, 1
-    row = math.prod(spec.shape[1:]) * spec.dtype.itemsize
-    return piece.start // row, -(-piece.stop // row)
+def _boxes_of(spec: TensorSpec, piece: Piece) -> Iterator[Block]:
+    """The boxes of the tensor that a piece consists of, in order."""
+    width = spec.dtype.itemsize
+    return boxes(spec.shape, piece.start // width, piece.stop // width)
 
 
 def _end(plan: Plan, part: Part) -> int:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from asyncsync.buckets import TensorSpec, plan_buckets
+from asyncsync.buckets import ALIGNMENT, TensorSpec, plan_buckets
 from asyncsync.errors import PlanError
 from asyncsync.packing import pack
 from asyncsync.shards import Block, Holding, Shard, ShardPlan, boxes, owners_of, unpack_shards
@@ -153,3 +153,18 @@ def test_blocks_that_do_not_tile_have_no_owners() -> None:
     assert owners_of((5,), [halves[1], None]) == {1: Block((0,), (5,))}
     assert owners_of((5,), halves[:1]) is None
     assert owners_of((5,), [halves[0], Block((1,), (3,))]) is None
+
+
+@pytest.mark.parametrize("shape", [(1, 4096), (2, 4096), (4096,), (3, 7, 512)], ids=str)
+def test_no_message_is_larger_than_its_bucket_whatever_the_rows(shape: tuple[int, ...]) -> None:
+    plan = plan_buckets([TensorSpec("t", torch.float32, shape)], 1024)
+    half = shape[-1] // 2
+    halves = [
+        Block((*(0,) * (len(shape) - 1), start), (*shape[:-1], size)) for start, size in ((0, half), (half, half))
+    ]
+    shards = ShardPlan(plan, [(block,) for block in halves])
+    assert len(plan.buckets) > 3
+    for bucket in plan.buckets:
+        parts = len(shards.parts(bucket, 1))
+        assert shards.nbytes(bucket, 1) <= bucket.nbytes + parts * ALIGNMENT
+        assert parts <= 2 * len(shape) - 1
