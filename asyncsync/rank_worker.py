@@ -211,10 +211,14 @@ class RankWorker:
         try:
             return await self._send_weights(order)
         except BaseException:
-            if self._gathers and self._gathered_epoch != order.epoch:
+            if self._gathers_with_others and self._gathered_epoch != order.epoch:
                 # The other ranks may have begun to gather, and would wait for this one.
                 await shielded(self._sender.run(self._only_take_part))
             raise
+
+    @property
+    def _gathers_with_others(self) -> bool:
+        return self._gathers and len(self._holdings) > 1
 
     def _only_take_part(self) -> None:
         if self._options is not None:
@@ -291,7 +295,8 @@ class RankWorker:
             try:
                 return self._bucket_sender.send(plan, gathering, links.engines, stop)
             finally:
-                gathering.finish()
+                if self._gathers_with_others:
+                    gathering.finish()
         if links.plan is None:
             filler: Filler = OwnTensors(plan, snapshot.tensors)
         else:

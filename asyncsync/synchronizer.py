@@ -88,8 +88,8 @@ class WeightSynchronizer:
             be an object here with the :class:`asyncsync.trainer.Rank` protocol.
         engines: Where they go: Ray actors whose class includes :class:`asyncsync.ModuleEngine`, objects with the
             :class:`asyncsync.RolloutEngine` protocol, or lists of the ranks of an engine that has several. Or an async
-            function that returns the engines of now: it is called once before every update, and its answer is the list
-            that all ranks and phases of that update go by.
+            function that returns the engines of now: it is called once before every update, and again before one that
+            failed is tried without those who left; its answer is the list that all ranks and phases go by.
         initial_version: The version of the weights that every engine holds already; None if they hold none that
             counts, and nothing may be generated before the first update. An engine that joins before the first update
             is taken to hold it as well.
@@ -350,13 +350,14 @@ class WeightSynchronizer:
                 if self._updates.running:
                     continue  # it waits for this turn, and brings what this would bring
                 givers = [each for each in self._membership.members if self._is_ready(each)]
-                with anyio.CancelScope() as self._catching_up, clock.phase("catch up"):
+                with anyio.CancelScope() as scope, clock.phase("catch up"):
+                    self._catching_up = scope
                     if await catch_up(
                         member, givers, self._published, self._connection, self._policy, clock.limit("transfer")
                     ):
                         member.weight_version = self._version
                         continue
-            if self._catching_up.cancelled_caught:
+            if scope.cancelled_caught:
                 continue  # an update came, and brings what this would have brought
             if not wait:
                 return
@@ -379,9 +380,10 @@ class WeightSynchronizer:
         self._interrupt_catching_up()
         self._updated.set()  # who waits for an update is told that none will come
         await self._updates.aclose()
-        with anyio.move_on_after(CLEANUP_TIMEOUT):
-            await self._busy.acquire()  # a connect() that is under way; kept, since nothing may follow
-        await self._connection.aclose()
+        async with AsyncExitStack() as stack:
+            with anyio.move_on_after(CLEANUP_TIMEOUT):
+                await stack.enter_async_context(self._busy)  # a connect() that is under way
+            await self._connection.aclose()
         if self._own_trainer is not None:
             self._own_trainer.close()
 
@@ -420,6 +422,7 @@ class WeightSynchronizer:
         """Alone among all that changes engines, here and at other synchronizers that share the lock (R1)."""
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(self._busy)
+            self._check_usable()  # else it was closed while this waited
             clock = UpdateClock(self._timeout, self._membership.silent)
             with clock.measure("queue"):
                 try:

@@ -51,6 +51,12 @@ def ranks(count: int, *, staged: bool = True, seed: int = 50) -> list[Rank]:
     return [Rank(zoo(seed + rank), staged=staged) for rank in range(count)]
 
 
+def changed(trainer: Zoo) -> dict[str, bytes]:
+    """Change every tensor; what it holds then."""
+    change(trainer)
+    return contents(trainer)
+
+
 @asynccontextmanager
 async def one_group(
     *, staged: bool = True, count: int = 2, **options: Any
@@ -227,9 +233,7 @@ async def test_a_rank_that_fails_at_any_step_leaves_the_engine_whole_or_barred_a
     rank: int, step: str, staged: bool, when: str
 ) -> None:
     async with one_group(staged=staged) as (trainer, group, synchronizer):
-        versions = {1: contents(trainer)}
-        change(trainer)
-        versions[2] = contents(trainer)
+        versions = {1: contents(trainer), 2: changed(trainer)}
         if step in CONNECTING:
             synchronizer._connection.forget()
             for each in group:
@@ -349,9 +353,7 @@ async def test_cancelled_while_a_rank_is_in_any_call_the_engine_is_whole_or_barr
     rank: int, step: str, staged: bool, when: str
 ) -> None:
     async with one_group(staged=staged) as (trainer, group, synchronizer):
-        versions = {1: contents(trainer)}
-        change(trainer)
-        versions[2] = contents(trainer)
+        versions = {1: contents(trainer), 2: changed(trainer)}
         arrived = asyncio.Event()
 
         async def arrive() -> None:

@@ -388,6 +388,59 @@ async def test_after_a_failed_first_update_the_initial_version_is_still_held() -
         assert all(holds(engine, trainer) for engine in engines)
 
 
+async def test_closing_ends_what_is_being_asked_before_it_joins_and_what_waits_for_its_turn() -> None:
+    async with synced(count=1, timeout=600) as (_, _, synchronizer):
+        await synchronizer.update_weights()
+        asked, answer = asyncio.Event(), asyncio.Event()
+
+        async def wait() -> None:
+            asked.set()
+            await answer.wait()
+
+        joiners = [ToldEngine(zoo(60)), ToldEngine(zoo(61))]
+        joiners[0].before["describe_engine"] = wait
+        joiners[1].before["accept_layout"] = hanging()
+        adding = [asyncio.create_task(synchronizer.add_engine(joiner)) for joiner in joiners]
+        await asked.wait()
+        while "accept_layout" not in joiners[1].calls:
+            await turn()
+        waiting = asyncio.create_task(synchronizer.connect())
+        await turn()
+        adding[1].cancel()
+        await synchronizer.aclose()
+        answer.set()
+        async with asyncio.timeout(60):
+            for task in (adding[0], waiting):
+                with pytest.raises(asyncsync.ClosedError):
+                    await task
+
+
+@pytest.mark.parametrize("what", ["connect", "remove"])
+async def test_connecting_and_removing_cancelled_at_any_await_leave_all_fit_for_the_next_update(what: str) -> None:
+    async def run(call: CancelAt) -> None:
+        await call
+
+    for at in itertools.count():
+        async with synced(count=3) as (trainer, engines, synchronizer):
+            await synchronizer.update_weights()
+            if what == "connect":
+                restart(engines[2], 99)
+                call = CancelAt(synchronizer.connect(), at, "waiting")
+            else:
+                call = CancelAt(synchronizer.remove_engine(engines[2]), at, "waiting")
+            await asyncio.wait([asyncio.create_task(run(call))])
+            change(trainer)
+            await synchronizer.update_weights()
+            left = engines if what == "connect" else engines[:2]
+            assert all(holds(engine, trainer) for engine in left)
+            assert synchronizer.ready_engines == tuple(left)
+            if what == "remove":
+                assert not any(seat.taken for seat in engines[2]._asyncsync._seats.values())
+        if not call.reached:
+            break
+    assert at >= (8 if what == "connect" else 1)
+
+
 # -- leaving ---------------------------------------------------------------------------------------------------------
 
 
@@ -773,8 +826,9 @@ async def test_random_joins_leaves_and_restarts_with_rollouts_going_on(seed: int
                     restart(chance.choice(synchronizer.ready_engines), 90, staged=staged)
                 going = [tasks.create_task(come_and_go()) for _ in range(chance.randrange(3))]
                 await update()
-                await asyncio.wait(going, timeout=0.5) if going else None
                 while not all(task.done() for task in going):
+                    while synchronizer._busy.locked() or synchronizer._membership._joining:
+                        await turn()
                     await update()  # one that joins, and whom nobody could give the version, waits for the next
                 assert all(holds(engine, trainer) for engine in synchronizer.ready_engines)
                 assert len(synchronizer.ready_engines) == len(synchronizer._membership.members)
