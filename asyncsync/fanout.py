@@ -1,10 +1,13 @@
-"""Several calls at once, with the two endings an update needs: the first failure wins, or everyone is heard."""
+"""Several calls at once, with the endings an update needs: the first failure wins, or everyone is heard."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
+
+import anyio
 
 from asyncsync.errors import LinkLostError
 from asyncsync.shield import CLEANUP_TIMEOUT, shielded
@@ -76,6 +79,23 @@ async def settle(calls: Mapping[K, Awaitable[T]]) -> dict[K, T | Exception]:
         else:
             raise error
     return results
+
+
+@asynccontextmanager
+async def beside(work: Callable[[], Coroutine[Any, Any, None]]) -> AsyncIterator[None]:
+    """Run work beside the body, and end it with the body; an error of either ends both, and is raised as itself."""
+    task = asyncio.current_task()
+    assert task is not None
+    cancellations = task.cancelling()
+    try:
+        async with anyio.create_task_group() as group:
+            group.start_soon(work)
+            yield
+            group.cancel_scope.cancel()
+    except BaseExceptionGroup as errors:
+        if task.cancelling() > cancellations:  # passed on, whatever failed in the same moment
+            raise asyncio.CancelledError from errors
+        raise errors.exceptions[0] from errors.exceptions[0].__cause__
 
 
 def is_ours(error: BaseException) -> bool:

@@ -170,7 +170,8 @@ class Fleet:
                 )
             if policy not in status.policies:
                 can = ", ".join(status.policies)
-                raise ConnectError(f"{member.name} cannot {policy} requests in flight, only {can}")
+                why = f": {status.cannot[policy]}" if policy in status.cannot else ""
+                raise ConnectError(f"{member.name} cannot {policy} requests in flight, only {can}{why}")
             if not status.control_group:
                 raise ConnectError(
                     f"{member.name} would not answer while it generates: "

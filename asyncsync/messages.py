@@ -124,6 +124,7 @@ class EngineStatus:
         device: Device type of its weights.
         staged: Whether it holds new weights beside the old until the commit.
         policies: What it can do with requests in flight.
+        cannot: Why it cannot do others, where that can be changed.
         world_size: How many ranks of it receive.
         epoch: The newest it has seen.
         weight_version: The version it serves; None before the first, and while tainted.
@@ -144,6 +145,7 @@ class EngineStatus:
     device: str
     staged: bool
     policies: tuple[Policy, ...] = ("drain",)
+    cannot: Mapping[Policy, str] = field(default_factory=dict)
     world_size: int = 1
     epoch: int = 0
     weight_version: int | None = None

@@ -1,7 +1,7 @@
 """The weight synchronizer: a weight update as one awaited transaction.
 
-``_transaction`` is the whole of it. Every step that must be undone is a context manager around what follows, so that
-the way back is the way in reversed, on success, failure and cancellation alike (R2).
+What happens to engines in one, and the way back, is a :class:`~asyncsync.transaction.Transaction`. Here it is decided
+when one may run, with which engines, and what it means that it failed.
 
 Updates run in a task of their own: those who ask meanwhile share the next one, and a caller who is cancelled takes
 nothing from the others (R1).
@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import AsyncIterator, Awaitable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from types import TracebackType
 from typing import Any, Literal, Self, cast, get_args
@@ -26,7 +26,6 @@ from asyncsync.catch_up import Published, catch_up, holds
 from asyncsync.clock import UpdateClock
 from asyncsync.coalesce import Coalescer
 from asyncsync.connection import BackendChoice, Connection
-from asyncsync.engines.base import EngineReceipt
 from asyncsync.errors import (
     ClosedError,
     EventLoopError,
@@ -41,16 +40,16 @@ from asyncsync.errors import (
     WeightUpdateError,
     WeightUpdateTimeoutError,
 )
-from asyncsync.fanout import race, settle
 from asyncsync.fleet import Fleet, Member, combine_errors
 from asyncsync.lock import RolloutLock
 from asyncsync.membership import Engines, Membership
 from asyncsync.messages import Backend, EngineStatus, NameMap, Policy, ReadOptions
-from asyncsync.report import EngineState, WeightUpdate
+from asyncsync.report import WeightUpdate
 from asyncsync.shared_lock import SharedRolloutLock
 from asyncsync.shield import CLEANUP_TIMEOUT, shielded
 from asyncsync.sources import Sources
 from asyncsync.trainer_group import as_sources
+from asyncsync.transaction import Transaction
 from asyncsync.weights import Weights
 
 DEFAULT_TIMEOUT = 600.0
@@ -103,6 +102,11 @@ class WeightSynchronizer:
         timeout: Seconds for a whole update; phases have shares of it.
         offload: For a trainer in this process: False if it never offloads its memory (see
             :func:`asyncsync.memory_saver_guard`).
+        policy: What happens to requests in flight when the weights change. ``"drain"``: they finish on the old weights
+            first. ``"abort"``: they end now, with what they have. ``"recompute"``: they go on, with what they have, and
+            their cache is computed anew under the new weights. ``"continue"``: they go on over the old cache. With the
+            last two an update never waits for who is in :meth:`generation`. An engine that cannot do it is refused when
+            it is connected.
         lock: The lock that generation and updates share, if others are to use it too; a lock of its own if None.
             Synchronizers that update the same engines must share one: they take turns.
 
@@ -124,6 +128,7 @@ class WeightSynchronizer:
         backend: BackendChoice = "auto",
         timeout: float = DEFAULT_TIMEOUT,
         offload: bool | None = None,
+        policy: Policy = "drain",
         lock: RolloutLock | SharedRolloutLock | None = None,
     ) -> None:
         _refuse_kind("bucket_size", bucket_size, int, "a number of bytes")
@@ -142,6 +147,8 @@ class WeightSynchronizer:
             raise ValueError(f"initial_version must not be negative, but is {initial_version}")
         if backend not in get_args(Literal["auto"]) + get_args(Backend):
             raise ValueError(f'backend must be "auto", "gloo" or "nccl", not {backend!r}')
+        if policy not in get_args(Policy):
+            raise ValueError(f"policy must be one of {', '.join(get_args(Policy))}, not {policy!r}")
         if name_map is not None and not callable(name_map):
             raise TypeError(f"name_map must be a function from name to name, not {type(name_map).__name__}")
         self._membership = Membership(engines, initial_version=initial_version)
@@ -150,7 +157,7 @@ class WeightSynchronizer:
         self._lock = lock if lock is not None else RolloutLock("generation lock")
         self._version = initial_version
         self._timeout = timeout
-        self._policy: Policy = "drain"
+        self._policy = policy
         self._base_epoch: int | None = None
         self._published: Published | None = None
         self._updating: Fleet | None = None
@@ -230,7 +237,9 @@ class WeightSynchronizer:
     async def generation(self, *, timeout: float | None = None) -> AsyncIterator[int]:
         """Generate with a whole version: many at once, and never while an update commits.
 
-        Entering waits while engines are paused; it gives the version that will be read, now, at dispatch.
+        Entering waits while engines are paused; it gives the version that will be read, now, at dispatch. Under the
+        policies ``"recompute"`` and ``"continue"`` it neither waits nor holds an update off: a request may begin on
+        this version and end on a newer one, and the engine says where it changed.
 
         Args:
             timeout: Seconds to wait; the lock's own default if None.
@@ -483,7 +492,7 @@ class WeightSynchronizer:
             orders, engines = await self._agree(clock, fleet)
             attempt = Attempt(orders, engines)
             try:
-                await self._transaction(attempt, clock)
+                await Transaction(attempt, clock, self._sources, self._lock, self._publish).run()
             except WeightUpdateError as error:
                 attempt.explain(error, clock)
                 if isinstance(error, TransferError) and attempt.replaced and in_step and not attempt.switched:
@@ -506,162 +515,13 @@ class WeightSynchronizer:
         _log.info("%s", update)
         return update
 
-    async def _transaction(self, attempt: Attempt, clock: UpdateClock) -> None:
-        if attempt.staged:
-            async with self._undone_if_it_fails(attempt):
-                await self._transfer(attempt, clock)
-                async with self._no_readers(attempt, clock), self._undone_if_it_fails(attempt):
-                    await self._finish(attempt, clock)
-        else:
-            async with (
-                self._no_readers(attempt, clock),
-                self._paused(attempt, clock),
-                self._undone_if_it_fails(attempt),
-            ):
-                await self._transfer(attempt, clock)
-                await self._finish(attempt, clock)
-
     async def _agree(self, clock: UpdateClock, fleet: Fleet) -> tuple[Orders, Mapping[Member, EngineStatus]]:
         return await self._connection.agree(clock, fleet, base_epoch=self._base_epoch, version=self._version or 0)
 
-    async def _transfer(self, attempt: Attempt, clock: UpdateClock) -> None:
-        """Send and receive at once; the first failure at either end wins (R5), and digests must agree (R12)."""
-        orders = attempt.orders
-
-        def receive(member: Member) -> Awaitable[EngineReceipt]:
-            return member.call(lambda engine: engine.receive_weights(orders.engines[member]))
-
-        with clock.phase("transfer"):
-            # Engines first: they are farther away.
-            ends: dict[Member | None, Any] = {member: receive(member) for member in attempt.fleet.members}
-            ends[None] = self._sources.race(lambda number, source: source.send_weights(orders.sources[number]))
-            receipts = await race(ends)
-            attempt.sent = receipts.pop(None)
-            for member, receipt in receipts.items():
-                attempt.digests[cast("Member", member)] = receipt.digest
-            for member, digest in attempt.digests.items():
-                if digest != attempt.digest:
-                    raise TransferError(
-                        f"{member.name} received other bytes than were sent: digest {digest}, sent {attempt.digest} "
-                        "(did the trainer change its weights before the update was done?)"
-                    )
-
-    @asynccontextmanager
-    async def _no_readers(self, attempt: Attempt, clock: UpdateClock) -> AsyncIterator[None]:
-        """The writer's side of the generation lock: who generates has left, who wants to waits."""
-        async with AsyncExitStack() as stack:
-            with clock.measure("drain"):
-                holder = f"update to version {attempt.order.version}"
-                writer = self._lock.writer(timeout=clock.limit("drain"), holder=holder)
-                try:
-                    await stack.enter_async_context(writer)
-                except LockTimeoutError as error:
-                    raise WeightUpdateTimeoutError(
-                        f"generation did not end in time (does who awaits this update hold generation()?): {error}"
-                    ) from error
-            with clock.measure("paused"):
-                yield
-
-    @asynccontextmanager
-    async def _paused(self, attempt: Attempt, clock: UpdateClock) -> AsyncIterator[None]:
-        """Every engine paused; in the end, every one that holds whole weights serves again."""
-        try:
-            with clock.phase("pause"):
-                await attempt.fleet.all(lambda engine: engine.pause_generation(attempt.order.epoch, self._policy))
-            yield
-        finally:
-            errors = await shielded(self._resume(attempt, clock))
-        if errors:
-            raise combine_errors(errors)
-
-    async def _resume(self, attempt: Attempt, clock: UpdateClock) -> list[Exception]:
-        whole = [member for member in attempt.fleet.members if attempt.may_serve(member)]
-        with clock.measure("resume"):
-            results = await attempt.fleet.each(
-                lambda engine: engine.resume_generation(attempt.order.epoch),
-                members=whole,
-                timeout=CLEANUP_TIMEOUT,
-            )
-        errors = {
-            member: result
-            for member, result in results.items()
-            # Out of step: another conductor has begun an update of it meanwhile, and will resume it.
-            if isinstance(result, Exception) and not isinstance(result, OutOfStepError)
-        }
-        for member, error in errors.items():
-            attempt.record(member, EngineState.LOST, error=error)
-            _log.warning("could not resume: %s", error)
-        return list(errors.values())
-
-    async def _finish(self, attempt: Attempt, clock: UpdateClock) -> None:
-        """Switch every engine to the new version, and publish it, last of all (R3)."""
-        with clock.phase("finish"):
-            await attempt.fleet.all(lambda engine: engine.finish_weight_update(attempt.order))
-        for member in attempt.fleet.members:
-            attempt.record(member, EngineState.UPDATED, weight_version=attempt.order.version)
-        self._publish(attempt)
-
-    def _publish(self, attempt: Attempt) -> None:
-        order = attempt.order
-        attempt.note_versions()  # at once: between the two, no engine would hold the published version
-        self._version, self._base_epoch = order.version, order.epoch
-        self._published = Published(version=order.version, digest=attempt.digest, plan_digest=order.plan_digest)
+    def _publish(self, published: Published, epoch: int) -> None:
+        self._version, self._published, self._base_epoch = published.version, published, epoch
         updated, self._updated = self._updated, asyncio.Event()
         updated.set()
-
-    @asynccontextmanager
-    async def _undone_if_it_fails(self, attempt: Attempt) -> AsyncIterator[None]:
-        """On failure, end the update at both ends and learn who holds what; shielded and bounded (R7)."""
-        try:
-            yield
-        except BaseException:
-            if not attempt.undone:
-                attempt.undone = True
-                await shielded(self._undo(attempt))
-            raise
-
-    async def _undo(self, attempt: Attempt) -> None:
-        epoch = attempt.order.epoch
-        ends: dict[str, Any] = {
-            "sources": self._sources.settle(lambda _, source: source.abort_send(epoch), CLEANUP_TIMEOUT),
-            "engines": attempt.fleet.each(
-                lambda engine: engine.abort_weight_update(epoch, None), timeout=CLEANUP_TIMEOUT
-            ),
-        }
-        results = await settle(ends)
-        for result in cast("list[Exception | None]", results["sources"]):
-            if isinstance(result, Exception):
-                _log.warning("could not stop the sending: %s", result)
-                attempt.lost.append(result)
-        engines = cast("dict[Member, EngineStatus | Exception]", results["engines"])
-        version = attempt.order.version
-        switched = {
-            member
-            for member, status in engines.items()
-            if isinstance(status, EngineStatus) and status.weight_version == version
-        }
-        attempt.switched = bool(switched)
-        if switched:
-            # Some engines hold the new version whole, so it is out; those that do not are behind it.
-            self._publish(attempt)
-            behind = [member for member in engines if member not in switched]
-            engines |= await attempt.fleet.each(
-                lambda engine: engine.abort_weight_update(epoch, version),
-                members=behind,
-                timeout=CLEANUP_TIMEOUT,
-            )
-        for member, status in engines.items():
-            if isinstance(status, Exception):
-                attempt.lost.append(status)
-                attempt.record(member, EngineState.LOST, error=status)
-            elif status.instance != attempt.instances[member]:
-                attempt.replaced = True
-                attempt.record(member, EngineState.LOST, error="its process was replaced during the update")
-            elif status.tainted is not None:
-                attempt.record(member, EngineState.TAINTED, error=status.tainted)
-            else:
-                state = EngineState.UPDATED if member in switched else EngineState.UNCHANGED
-                attempt.record(member, state, weight_version=status.weight_version)
 
     # -- use ------------------------------------------------------------------------------------------------------
 

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 import asyncsync
 from asyncsync.buckets import Bucket
 from asyncsync.engines import EngineReceipt, RolloutEngine
+from asyncsync.engines.gate import GenerationGate
+from asyncsync.engines.loading import Loader
 from asyncsync.messages import Contacts, EngineStatus, Layout, Policy, Rendezvous, UpdateOrder
 from tests.sample import Zoo, contents
 
@@ -98,24 +100,30 @@ def hanging() -> When:
     return hang
 
 
+def gate_of(engine: asyncsync.ModuleEngine) -> GenerationGate:
+    """Where the engine's readers enter."""
+    assert isinstance(engine._asyncsync.generations, GenerationGate)
+    return engine._asyncsync.generations
+
+
 def flip_a_bit(engine: asyncsync.ModuleEngine) -> None:
     """Have the engine's next update find one bit changed in the first bucket that arrives."""
-    original = engine._asyncsync._begin
+    original = engine._asyncsync._loader_for
 
-    def begin(order: UpdateOrder) -> Any:
-        session, links = original(order)
-        take = session.loader.take
+    def loader_for(device: str) -> Loader:
+        loader = original(device)
+        take = loader.take
 
         def take_flipped(bucket: Bucket, buffer: Tensor) -> None:
             buffer[0] ^= 1
-            session.loader.take = take  # type: ignore[method-assign]
+            loader.take = take  # type: ignore[method-assign]
             take(bucket, buffer)
 
-        engine._asyncsync._begin = original  # type: ignore[method-assign]
-        session.loader.take = take_flipped  # type: ignore[method-assign]
-        return session, links
+        engine._asyncsync._loader_for = original  # type: ignore[method-assign]
+        loader.take = take_flipped  # type: ignore[method-assign]
+        return loader
 
-    engine._asyncsync._begin = begin  # type: ignore[method-assign]
+    engine._asyncsync._loader_for = loader_for  # type: ignore[method-assign]
 
 
 def change(module: nn.Module) -> None:

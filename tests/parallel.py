@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import asyncsync
 from asyncsync import cluster
+from asyncsync.engines.gate import GenerationGate
 from asyncsync.engines.loading import StagedLoader
 from tests.sample import content
 
@@ -134,7 +135,8 @@ class ParallelEngine(asyncsync.ModuleEngine):
 
     def is_serving(self) -> bool:
         """Whether its gate is open."""
-        return self._asyncsync._gate.is_open
+        assert isinstance(self._asyncsync.generations, GenerationGate)
+        return self._asyncsync.generations.is_open
 
     def replace_parameter(self) -> None:
         """Serve another DTensor in place of one."""

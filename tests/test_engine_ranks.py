@@ -16,7 +16,7 @@ from torch import nn
 import asyncsync
 from asyncsync import EngineError, EngineGroup, EngineState, MembershipError, WeightSynchronizer, cluster
 from asyncsync.messages import EngineStatus
-from tests.engines import CONNECTING, IN_PLACE, STAGED, ToldEngine, change, failing, flip_a_bit, holds, zoo
+from tests.engines import CONNECTING, IN_PLACE, STAGED, ToldEngine, change, failing, flip_a_bit, gate_of, holds, zoo
 from tests.parallel import RemoteRank, Served, become, every
 from tests.sample import Zoo, contents
 
@@ -73,7 +73,7 @@ async def assert_whole_or_barred(group: Sequence[Rank], versions: dict[int, dict
     """Whether it is whole: then all ranks hold one version, bit for bit; else each turns everyone away."""
     status = await EngineGroup(group).describe_engine()
     for rank in group:
-        assert (rank._asyncsync._tainted is None) == (status.tainted is None)
+        assert (rank._asyncsync.record.tainted is None) == (status.tainted is None)
         if status.tainted is None:
             assert rank.weight_version == status.weight_version
             assert contents(rank.module) == versions[status.weight_version or 0]
@@ -110,7 +110,7 @@ async def test_ranks_may_be_staged_and_in_place_in_one_engine() -> None:
     async with WeightSynchronizer(trainer, [group]) as synchronizer:
         for _ in range(3):
             await synchronizer.update_weights()
-            assert all(holds(rank, trainer) and rank._asyncsync._gate.is_open for rank in group)
+            assert all(holds(rank, trainer) and gate_of(rank).is_open for rank in group)
             change(trainer)
 
 
@@ -160,14 +160,14 @@ async def test_ranks_go_on_computing_for_what_the_front_has_begun(staged: bool) 
         change(trainer)
         async with group[0].generating() as version:
             update = asyncio.create_task(synchronizer.update_weights())
-            while group[0]._asyncsync._gate.is_open:
+            while gate_of(group[0]).is_open:
                 await turns(1)
             await turns()
             async with group[1].generating() as other:
                 assert version == other == 1
                 assert [contents(rank.module) for rank in group] == [old, old]
         await update
-        assert all(holds(rank, trainer) and rank._asyncsync._gate.is_open for rank in group)
+        assert all(holds(rank, trainer) and gate_of(rank).is_open for rank in group)
 
 
 @BOTH
@@ -176,7 +176,7 @@ async def test_every_rank_drops_its_cache_before_the_front_serves_again(staged: 
         flushed = 0
 
         async def flush_cache(self) -> None:
-            assert not group[0]._asyncsync._gate.is_open
+            assert not gate_of(group[0]).is_open
             self.flushed += 1
 
     group = [Caching(zoo(50 + rank), staged=staged) for rank in range(3)]
@@ -209,12 +209,12 @@ async def test_the_front_is_paused_first_and_resumed_last(staged: bool) -> None:
 
 async def test_a_pause_that_an_update_left_behind_ends_with_the_next_that_needs_none() -> None:
     async with one_group() as (trainer, group, synchronizer):
-        epoch = max(rank._asyncsync._epoch for rank in group)
+        epoch = max(rank._asyncsync.record.epoch for rank in group)
         for rank in group:
             await rank.pause_generation(epoch, "drain")  # by a conductor that has died since
         change(trainer)
         await synchronizer.update_weights()
-        assert all(holds(rank, trainer) and rank._asyncsync._gate.is_open for rank in group)
+        assert all(holds(rank, trainer) and gate_of(rank).is_open for rank in group)
 
 
 # -- failures --------------------------------------------------------------------------------------------------------
@@ -238,18 +238,18 @@ async def test_a_rank_that_fails_at_any_step_leaves_the_engine_whole_or_barred_a
             synchronizer._connection.forget()
             for each in group:
                 each._asyncsync._binding = None
-                each._asyncsync._seats[0].close()
+                each._asyncsync.receiver.seats[0].close()
         getattr(group[rank], when)[step] = failing(OSError("the disk is full"))
         with pytest.raises(EngineError, match=rf"Rank-0 .*rank {rank} failed: OSError: the disk is full"):
             await synchronizer.update_weights()
         whole = await assert_whole_or_barred(group, versions)
         if staged:
             assert whole != (step == "finish_weight_update" and when == "before")
-            assert all(each._asyncsync._gate.is_open == whole for each in group), "what is whole serves on"
+            assert all(gate_of(each).is_open == whole for each in group), "what is whole serves on"
         if whole:
             assert group[0].weight_version == synchronizer.weight_version
         await synchronizer.update_weights()
-        assert all(holds(each, trainer) and each._asyncsync._gate.is_open for each in group)
+        assert all(holds(each, trainer) and gate_of(each).is_open for each in group)
         assert synchronizer.ready_engines == (group,)
 
 
@@ -311,7 +311,7 @@ async def test_a_cache_that_one_rank_cannot_drop_bars_them_all(staged: bool) -> 
             assert not await assert_whole_or_barred(group, {})
             broken.broken = False
             await synchronizer.update_weights()
-            assert all(rank._asyncsync._gate.is_open for rank in group)
+            assert all(gate_of(rank).is_open for rank in group)
 
 
 @pytest.mark.parametrize("step", ["receive_weights", "finish_weight_update"])
@@ -369,7 +369,7 @@ async def test_cancelled_while_a_rank_is_in_any_call_the_engine_is_whole_or_barr
         assert not synchronizer._lock.holds()
         await assert_whole_or_barred(group, versions)
         await synchronizer.update_weights()
-        assert all(holds(each, trainer) and each._asyncsync._gate.is_open for each in group)
+        assert all(holds(each, trainer) and gate_of(each).is_open for each in group)
 
 
 async def test_a_cancellation_that_comes_from_a_rank_is_the_ranks_failure() -> None:
@@ -590,16 +590,16 @@ async def test_a_group_says_of_itself_what_holds_for_every_rank() -> None:
     async with one_group(count=3) as (_, group, synchronizer):
         status = await EngineGroup(group).describe_engine()
         assert (status.world_size, status.weight_version, status.tainted) == (3, 1, None)
-        assert status.instance.split("+") == [rank._asyncsync._instance for rank in group]
+        assert status.instance.split("+") == [rank._asyncsync.record.instance for rank in group]
         assert len(status.connections) == 1
         assert status.plan_digest is not None
         assert not status.gives
-        group[1]._asyncsync._seats[0].close()
+        group[1]._asyncsync.receiver.seats[0].close()
         group[2]._asyncsync._binding = None
         group[1]._asyncsync._staged = False
         status = await EngineGroup(group).describe_engine()
         assert (status.connections, status.plan_digest, status.staged) == ((), None, False)
-        group[2]._asyncsync._version = 7
+        group[2]._asyncsync.record.version = 7
         status = await EngineGroup(group).describe_engine()
         assert (status.weight_version, status.newest_version) == (None, 7)
         assert status.tainted == ("its ranks hold different versions: rank 0 holds 1, rank 1 holds 1, rank 2 holds 7")
@@ -663,7 +663,7 @@ async def test_an_engine_of_two_ranks_leaves_and_one_of_three_joins(staged: bool
     async with WeightSynchronizer(trainer, [single, two]) as synchronizer:
         await synchronizer.update_weights()
         await synchronizer.remove_engine(list(two))
-        assert all(not rank._asyncsync._seats[0].taken for rank in two)
+        assert all(not rank._asyncsync.receiver.seats[0].taken for rank in two)
         change(trainer)  # is in the middle of a step: the one that joins gets what the others serve
         await synchronizer.add_engine(list(three))
         assert all(contents(rank.module) == contents(single.module) for rank in three)

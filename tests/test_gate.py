@@ -25,7 +25,7 @@ async def test_a_pause_waits_for_the_last_generation_and_holds_back_new_ones() -
     gate.leave()
     assert empty.done()
     assert not newcomer.done()
-    gate.open()
+    gate.resume()
     await newcomer
     assert gate.inside == 1
 
@@ -35,7 +35,7 @@ async def test_who_is_let_in_counts_before_it_runs() -> None:
     gate.shut()
     newcomer = asyncio.ensure_future(gate.enter())
     await asyncio.sleep(0)
-    gate.open()
+    gate.resume()
     empty = gate.shut()  # in the same moment: the newcomer has not run yet
     assert not empty.done()
     await newcomer
@@ -51,7 +51,7 @@ async def test_a_newcomer_that_is_cancelled_leaves_no_trace() -> None:
     newcomer.cancel()
     await asyncio.wait([newcomer])
     assert gate.waiting == 0
-    gate.open()
+    gate.resume()
     assert gate.inside == 0
 
 
@@ -60,7 +60,7 @@ async def test_a_newcomer_that_is_cancelled_in_the_moment_it_is_let_in_gives_its
     gate.shut()
     newcomer = asyncio.ensure_future(gate.enter())
     await asyncio.sleep(0)
-    gate.open()
+    gate.resume()
     newcomer.cancel()
     await asyncio.wait([newcomer])
     assert newcomer.cancelled()
@@ -81,7 +81,7 @@ async def test_threads_wait_at_the_same_gate() -> None:
     while gate.waiting == 0:  # noqa: ASYNC110 - the gate has no event for a test
         await asyncio.sleep(0)
     assert not entered.is_set()
-    gate.open()
+    gate.resume()
     await asyncio.to_thread(entered.wait, 10)
     assert gate.inside == 1
     thread.join(10)
@@ -102,6 +102,6 @@ async def test_a_tainted_engine_turns_away_who_waits_and_who_comes_until_it_is_o
     assert gate.shut().done()
     with pytest.raises(TaintedEngineError):
         await gate.enter()
-    gate.open()
+    gate.resume()
     await gate.enter()
     assert "open" in repr(gate)

@@ -33,7 +33,7 @@ BOTH = pytest.mark.parametrize("staged", [True, False], ids=["staged", "in place
 
 def restart(engine: ToldEngine, seed: int, *, staged: bool = True) -> None:
     """Make it what Ray makes of an actor whose process died: the same handle, other bytes, no groups, no version."""
-    for seat in engine._asyncsync._seats.values():
+    for seat in engine._asyncsync.receiver.seats.values():
         seat.close()
     engine.__init__(zoo(seed), staged=staged)  # type: ignore[misc]
 
@@ -435,7 +435,7 @@ async def test_connecting_and_removing_cancelled_at_any_await_leave_all_fit_for_
             assert all(holds(engine, trainer) for engine in left)
             assert synchronizer.ready_engines == tuple(left)
             if what == "remove":
-                assert not any(seat.taken for seat in engines[2]._asyncsync._seats.values())
+                assert not any(seat.taken for seat in engines[2]._asyncsync.receiver.seats.values())
         if not call.reached:
             break
     assert at >= (8 if what == "connect" else 1)
@@ -450,7 +450,7 @@ async def test_an_engine_that_leaves_is_not_updated_any_more_and_is_in_no_group(
         await synchronizer.update_weights()
         old = contents(trainer)
         await synchronizer.remove_engine(engines[1])
-        assert not any(seat.taken for seat in engines[1]._asyncsync._seats.values())
+        assert not any(seat.taken for seat in engines[1]._asyncsync.receiver.seats.values())
         change(trainer)
         update = await synchronizer.update_weights()
         assert [outcome.engine for outcome in update.outcomes] == ["ToldEngine-0", "ToldEngine-2"]
@@ -492,7 +492,7 @@ async def test_an_engine_whose_removal_was_cancelled_is_told_to_leave_with_the_n
         go_on.set()
         await updating
         await synchronizer.update_weights()
-        assert not any(seat.taken for seat in engines[1]._asyncsync._seats.values())
+        assert not any(seat.taken for seat in engines[1]._asyncsync.receiver.seats.values())
 
 
 async def test_removing_ends_when_the_synchronizer_is_closed() -> None:
@@ -687,7 +687,7 @@ async def test_engines_that_an_answer_leaves_out_are_told_to_leave() -> None:
     async with WeightSynchronizer(trainer, find, timeout=60) as synchronizer:
         await synchronizer.update_weights()
         await synchronizer.update_weights()
-        assert [any(seat.taken for seat in engine._asyncsync._seats.values()) for engine in engines] == [
+        assert [any(seat.taken for seat in engine._asyncsync.receiver.seats.values()) for engine in engines] == [
             True,
             False,
             False,

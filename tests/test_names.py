@@ -10,6 +10,7 @@ from torch import nn
 
 import asyncsync
 from asyncsync import WeightSynchronizer
+from asyncsync.engines.gate import GenerationGate
 from asyncsync.engines.serving import ServedModule
 from asyncsync.rank_worker import RankWorker
 from tests.sample import contents
@@ -29,16 +30,18 @@ def with_names(base: Any, names: set[str]) -> Any:
 @pytest.mark.asyncio
 async def test_a_users_class_may_use_every_name_that_the_library_uses_inside() -> None:
     served = nn.Linear(2, 2)
-    inside = ServedModule(lambda: served, staged=True, flush=asyncsync.ModuleEngine(served).flush_cache)
+    inside = ServedModule(
+        lambda: served, staged=True, generations=GenerationGate(), flush=asyncsync.ModuleEngine(served).flush_cache
+    )
     protocol = {name for name in dir(asyncsync.ModuleEngine) if not name.startswith("_")}
     engine = with_names(asyncsync.ModuleEngine, inner_names(ServedModule, inside) - protocol)(nn.Linear(2, 2))
     protocol = {name for name in dir(asyncsync.TrainerRank) if not name.startswith("_")}
     model = nn.Linear(2, 2)
     trainer = with_names(asyncsync.TrainerRank, inner_names(RankWorker, RankWorker(model)) - protocol)(model)
-    assert engine._version == trainer._rank == engine._epoch == trainer._closed == "mine"
+    assert engine._binding == trainer._rank == engine._loader == trainer._closed == "mine"
     async with WeightSynchronizer(trainer, [engine]) as synchronizer:
         for version in (1, 2):
             await synchronizer.update_weights()
             assert engine.weight_version == version
     assert contents(engine.module) == contents(model)
-    assert engine._version == "mine"
+    assert engine._binding == "mine"

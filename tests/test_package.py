@@ -21,7 +21,7 @@ FLOORS = (
     {"shield", "threads", "digests", "buckets", "packing", "shards", "clock", "fanout", "coalesce", "lock", "guard"},
     {"weights", "messages", "cluster", "transports", "sending", "gathering"},
     {"engines", "rank_worker", "trainer", "trainer_group", "shared_lock"},
-    {"fleet", "membership", "sources", "attempt", "connection", "catch_up"},
+    {"fleet", "membership", "sources", "attempt", "connection", "catch_up", "transaction"},
     {"synchronizer"},
     {"__init__"},
     {"demo"},

@@ -183,7 +183,7 @@ async def test_an_update_of_several_sources_that_is_cancelled_at_any_await_can_b
             assert not any(seat.taken for rank in ranks for seat in rank._asyncsync._seats), (
                 "closing leaves every group"
             )
-            assert not any(seat.taken for engine in engines for seat in engine._asyncsync._seats.values())
+            assert not any(seat.taken for engine in engines for seat in engine._asyncsync.receiver.seats.values())
             if not update.reached:
                 break
         assert at >= (3 if connected else 10)

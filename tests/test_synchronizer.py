@@ -28,6 +28,7 @@ from tests.engines import (
     change,
     failing,
     flip_a_bit,
+    gate_of,
     hanging,
     holds,
     synced,
@@ -492,7 +493,7 @@ async def test_an_engines_own_readers_are_waited_for_too() -> None:
         async with engines[1].generating() as version:
             assert version is None
             update = asyncio.create_task(synchronizer.update_weights())
-            while engines[1]._asyncsync._gate.is_open:
+            while gate_of(engines[1]).is_open:
                 await turn()
             assert engines[1].weight_version is None
         await update
@@ -505,7 +506,7 @@ async def test_the_cache_is_flushed_once_an_update_and_before_generation_resumes
         flushed = 0
 
         async def flush_cache(self) -> None:
-            assert not self._asyncsync._gate.is_open
+            assert not gate_of(self).is_open
             self.flushed += 1
 
     engine = Caching(zoo(2))
@@ -535,7 +536,7 @@ async def test_an_engine_that_fails_at_any_step_leaves_nothing_locked_and_the_ne
             synchronizer._connection.forget()
             for engine in engines:
                 engine._asyncsync._binding = None
-                engine._asyncsync._seats[0].close()
+                engine._asyncsync.receiver.seats[0].close()
         getattr(engines[1], when)[step] = failing(OSError("the disk is full"))
         with pytest.raises(EngineError, match=r"ToldEngine-1.*the disk is full") as caught:
             await synchronizer.update_weights()
@@ -547,7 +548,7 @@ async def test_an_engine_that_fails_at_any_step_leaves_nothing_locked_and_the_ne
         published = {1: old, 2: new}[synchronizer.weight_version or 0]
         for engine in engines:
             if (await engine.describe_engine()).tainted is None:
-                if engine._asyncsync._gate.is_open:
+                if gate_of(engine).is_open:
                     assert contents(engine.module) == published
             else:
                 with pytest.raises(asyncsync.TaintedEngineError):
@@ -560,7 +561,7 @@ async def test_an_engine_that_fails_at_any_step_leaves_nothing_locked_and_the_ne
         update = await synchronizer.update_weights()
         assert update.version == (synchronizer.weight_version or 0)
         assert [holds(engine, trainer) for engine in engines] == [True, True]
-        assert all(engine._asyncsync._gate.is_open for engine in engines)
+        assert all(gate_of(engine).is_open for engine in engines)
 
 
 async def test_one_failed_finish_publishes_for_those_who_switched_and_bars_the_one_behind() -> None:
@@ -661,7 +662,7 @@ async def test_a_generation_that_does_not_end_is_named() -> None:
             with pytest.raises(asyncsync.WeightUpdateTimeoutError, match="generation did not end in time") as caught:
                 await update
             assert caught.value.phase == "drain"
-        assert all(engine._asyncsync._gate.is_open for engine in engines)
+        assert all(gate_of(engine).is_open for engine in engines)
 
 
 async def test_a_trainer_that_fails_is_a_trainer_error() -> None:
@@ -683,8 +684,8 @@ async def assert_all_is_whole(trainer: Zoo, engines: list[ToldEngine], synchroni
     assert not synchronizer._busy.locked()
     for engine in engines:
         status = await engine.describe_engine()
-        assert engine._asyncsync._gate.is_open == (status.tainted is None)
-        assert engine._asyncsync._session is None
+        assert gate_of(engine).is_open == (status.tainted is None)
+        assert engine._asyncsync.receiver.session is None
     await synchronizer.update_weights()
     assert [holds(engine, trainer) for engine in engines] == [True, True]
 
@@ -888,7 +889,7 @@ async def test_a_closed_synchronizer_refuses_everything() -> None:
             pytest.fail("read")
     await synchronizer.aclose()
     assert "closed" in repr(synchronizer)
-    assert [engine._asyncsync._seats[0].link for engine in engines] == [None, None]
+    assert [engine._asyncsync.receiver.seats[0].link for engine in engines] == [None, None]
 
 
 async def test_an_update_inside_generation_is_refused_in_place_of_waiting_for_itself() -> None:
@@ -934,7 +935,7 @@ async def test_an_engine_whose_module_was_converted_in_place_is_refused_by_name(
             await synchronizer.update_weights()
         assert caught.value.names == ("bias", "weight")
         assert contents(module) == before
-        assert engine._asyncsync._gate.is_open
+        assert gate_of(engine).is_open
 
 
 WRONG_KINDS: dict[str, tuple[dict[str, Any], str]] = {
@@ -1037,7 +1038,7 @@ async def test_an_engine_that_missed_an_update_is_not_repaired_by_a_part_of_one(
 async def test_an_engine_that_was_restarted_while_idle_is_brought_up_to_date_in_the_same_call(staged: bool) -> None:
     async with synced(staged=staged) as (trainer, engines, synchronizer):
         await synchronizer.update_weights()
-        engines[1]._asyncsync._seats[0].close()
+        engines[1]._asyncsync.receiver.seats[0].close()
         engines[1].__init__(zoo(99), staged=staged)  # type: ignore[misc]  # a new process, as far as anyone can tell
         for engine in engines:  # the trainer hears its connection break before an engine says that it is new
             engine.before["receive_weights"] = hanging()

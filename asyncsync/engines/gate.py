@@ -1,12 +1,13 @@
-"""The gate between an engine's generations and a change of its weights.
+"""What holds generation back while an engine's weights change.
 
-Generations enter and leave; a pause shuts the gate and waits until the last has left. In a Ray actor the two sides run
-on different event loops, and a synchronous ``generate`` blocks its own, so the gate is built on a mutex and
-``concurrent.futures``: any thread may enter, and any loop may wait. Who waits is let in by whoever opens the gate, and
-is counted before it runs, so that a pause right behind a resume never overlooks it.
+:class:`Generations` is what an update needs of whatever generates. For code that reads a module by itself it is a gate,
+before which it waits: generations enter and leave; a pause shuts the gate and waits until the last has left. In a Ray
+actor the two sides run on different event loops, and a synchronous ``generate`` blocks its own, so the gate is built on
+a mutex and ``concurrent.futures``: any thread may enter, and any loop may wait. Who waits is let in by whoever opens
+the gate, and is counted before it runs, so that a pause right behind a resume never overlooks it.
 
-States: OPEN -> SHUT in ``shut``; SHUT -> OPEN in ``open``; OPEN or SHUT -> BARRED in ``bar`` (the engine is tainted:
-who waits is turned away with the reason, and so is who comes); BARRED -> OPEN in ``open``.
+States: OPEN -> SHUT in ``shut``; SHUT -> OPEN in ``resume``; OPEN or SHUT -> BARRED in ``bar`` (the engine is tainted:
+who waits is turned away with the reason, and so is who comes); BARRED -> OPEN in ``resume``.
 """
 
 from __future__ import annotations
@@ -15,8 +16,39 @@ import asyncio
 import threading
 from concurrent.futures import Future
 from enum import Enum
+from typing import Protocol
 
-from asyncsync.errors import TaintedEngineError
+from asyncsync.errors import EngineError, TaintedEngineError
+from asyncsync.messages import Policy
+
+
+class Generations(Protocol):
+    """What generates with an engine's weights, as an update sees it. Any thread may call it.
+
+    Attributes:
+        policies: What it can do with requests in flight.
+    """
+
+    policies: tuple[Policy, ...]
+
+    async def hold(self, policy: Policy) -> None:
+        """Hold back new requests, and deal with those in flight as the policy says.
+
+        Called again for the same pause, it deals with those that have come in meanwhile as well. It may be cancelled;
+        then :meth:`resume` is called.
+
+        Returns:
+            Once nothing reads the weights.
+        """
+        ...
+
+    def resume(self) -> None:
+        """Let everything go on."""
+        ...
+
+    def bar(self, reason: str) -> None:
+        """Turn everyone away with a :class:`~asyncsync.TaintedEngineError`, now and until :meth:`resume`."""
+        ...
 
 
 class GateState(Enum):
@@ -28,7 +60,9 @@ class GateState(Enum):
 
 
 class GenerationGate:
-    """Counts generations, and holds them back while the weights change."""
+    """Satisfies :class:`Generations`: counts those who read, and holds others back while the weights change."""
+
+    policies: tuple[Policy, ...] = ("drain",)
 
     def __init__(self) -> None:
         self._mutex = threading.Lock()
@@ -116,7 +150,18 @@ class GenerationGate:
         _settle(emptied)
         return empty
 
-    def open(self) -> None:
+    async def hold(self, policy: Policy) -> None:
+        """Shut the gate, and wait until nobody is inside.
+
+        Raises:
+            EngineError: Who reads a module by himself can neither be ended nor stopped.
+        """
+        if policy not in self.policies:
+            raise EngineError(f"this engine can only {' or '.join(self.policies)}, not {policy}")
+        if not (empty := self.shut()).done():
+            await asyncio.wrap_future(empty)
+
+    def resume(self) -> None:
         """Open the gate and let in everyone who waits."""
         with self._mutex:
             self._state = GateState.OPEN

@@ -10,6 +10,7 @@ from torch import nn
 
 from asyncsync import cluster
 from asyncsync.engines.base import EngineReceipt
+from asyncsync.engines.gate import GenerationGate
 from asyncsync.engines.serving import ServedModule
 from asyncsync.messages import Contacts, EngineStatus, Layout, Policy, Rendezvous, UpdateOrder
 
@@ -48,7 +49,9 @@ class ModuleEngine:
             raise TypeError(f"a ModuleEngine serves an nn.Module, not {type(module).__name__}")
         self.module = module
         # All that the library keeps lies in here, so that a class which includes this one may name its own as it likes.
-        self._asyncsync = ServedModule(lambda: self.module, staged=staged, flush=lambda: self.flush_cache())
+        self._asyncsync = ServedModule(
+            lambda: self.module, staged=staged, generations=GenerationGate(), flush=lambda: self.flush_cache()
+        )
 
     def __getattr__(self, name: str) -> Any:
         """What is missing; mostly it is the call of this class's constructor."""
@@ -138,8 +141,8 @@ class Generation:
     """A reading of an engine's weights, as a context: see :meth:`ModuleEngine.generating`."""
 
     def __init__(self, served: ServedModule) -> None:
-        self._served = served
-        self._gate = served.gate
+        assert isinstance(served.generations, GenerationGate)
+        self._served, self._gate = served, served.generations
 
     async def __aenter__(self) -> int | None:
         await self._gate.enter()

@@ -1,0 +1,238 @@
+"""An engine's end of the data plane: its places in groups, and one update's buckets at a time.
+
+A session begins in :meth:`Receiver.receive` and ends when what it received was taken into service, or in
+:meth:`Receiver.abort`. Joining, receiving, hashing and dropping run on the engine's worker thread, in order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import anyio
+from torch import Tensor
+
+from asyncsync import cluster
+from asyncsync.buckets import Bucket, Plan
+from asyncsync.engines.loading import Loader
+from asyncsync.engines.record import ANOTHER, WeightRecord, all_names
+from asyncsync.errors import ConnectError, EngineError, OutOfStepError, TransferError
+from asyncsync.guard import MemorySaverGuard, memory_saver_guard
+from asyncsync.messages import Contacts, Rendezvous, UpdateOrder
+from asyncsync.sending import wait
+from asyncsync.threads import WorkerThread
+from asyncsync.transports.base import Link
+from asyncsync.transports.seat import Seat
+
+
+@dataclass(slots=True)
+class Session:
+    """One update, from its first bucket until it is in service or dropped.
+
+    Attributes:
+        order: The update's.
+        plan: How its buckets are cut.
+        loader: Where they go.
+        scope: Ends the receiving.
+        received: Whether all of them are there.
+        digest: Of all that was received.
+        stop: Ends the wait for a bucket.
+        ended: Set once nothing is received any more.
+    """
+
+    order: UpdateOrder
+    plan: Plan
+    loader: Loader
+    scope: anyio.CancelScope
+    received: bool = False
+    digest: str = ""
+    stop: threading.Event = field(default_factory=threading.Event)
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Receiver:
+    """Joins groups, and receives.
+
+    Args:
+        record: What the engine knows of its weights.
+        worker: The engine's worker thread.
+
+    Attributes:
+        seats: Its places in groups, by source.
+        session: The update that is being received, or waits to be taken into service.
+    """
+
+    def __init__(self, record: WeightRecord, worker: WorkerThread) -> None:
+        self._record = record
+        self._worker = worker
+        self.seats: dict[int, Seat] = {}
+        self.session: Session | None = None
+
+    def __repr__(self) -> str:
+        return f"<Receiver in {len(self.connections)} groups{', receiving' if self.session else ''}>"
+
+    @property
+    def connections(self) -> tuple[str, ...]:
+        """The groups it has joined."""
+        return tuple(seat.connection for seat in self.seats.values() if seat.connection)
+
+    async def open_group(self, rendezvous: Rendezvous) -> Contacts:
+        """See :meth:`asyncsync.RolloutEngine.open_group`."""
+        seat = self.seats.setdefault(rendezvous.source, Seat(self._guard))
+        return await seat.open(rendezvous, address=cluster.node_address())
+
+    async def join_group(self, connection: str, contacts: Contacts) -> None:
+        """See :meth:`asyncsync.RolloutEngine.join_group`."""
+        for seat in self.seats.values():
+            if seat.expects(connection):
+                return await seat.join(connection, contacts)
+        raise ConnectError(f"the group to join was closed meanwhile {ANOTHER}")
+
+    async def leave_group(self, connection: str) -> None:
+        """See :meth:`asyncsync.RolloutEngine.leave_group`."""
+        for seat in list(self.seats.values()):
+            await seat.leave(connection)
+
+    def _guard(self) -> MemorySaverGuard:
+        return memory_saver_guard(offload=False, thread=self._worker)
+
+    def links(self, order: UpdateOrder) -> list[Link]:
+        """The groups that an order names.
+
+        Raises:
+            OutOfStepError: This engine is not in all of them.
+        """
+        held = {seat.connection: seat.link for seat in self.seats.values()}
+        links = [link for connection in order.connections if (link := held.get(connection)) is not None]
+        if not links or len(links) != len(order.connections):
+            raise OutOfStepError(f"this engine is not in the groups that the order names {ANOTHER}")
+        return list(links)
+
+    def close(self, links: Sequence[Link]) -> None:
+        """Leave groups whose operations may still run."""
+        for seat in self.seats.values():
+            if seat.link in links:
+                seat.close()
+
+    async def receive(self, order: UpdateOrder, plan: Plan | None, loader: Callable[[str], Loader]) -> str:
+        """Take every bucket of an update.
+
+        Args:
+            order: The update's.
+            plan: The layout that was agreed on.
+            loader: Gives where the buckets go, by the type of device on which they arrive.
+
+        Returns:
+            The digest of all that was received.
+
+        Raises:
+            OutOfStepError: The order's groups, layout or epoch are not this engine's (any more). Nothing changed.
+            EngineError: Another update is still being received.
+            TransferError: Something did not arrive, or it was aborted.
+        """
+        self._record.check_new(order)
+        if self.session is not None and not self.session.ended.is_set():
+            raise EngineError(f"the update of epoch {self.session.order.epoch} is still being received")
+        if plan is None or plan.digest != order.plan_digest:
+            raise OutOfStepError(f"the layout of this update was not agreed on with this engine {ANOTHER}")
+        links = self.links(order)
+        self._record.see(order.epoch)
+        scope = anyio.CancelScope(deadline=anyio.current_time() + order.timeout)
+        session = self.session = Session(order, plan, loader(links[0].device), scope)
+        try:
+            with scope:
+                session.digest = await self._worker.run(receive_buckets, plan, links, session.loader, session.stop)
+                session.received = True
+                return session.digest
+        finally:
+            session.stop.set()
+            if not session.received:
+                # Leave the groups, and the buffers that operations may still write to.
+                self.close(links)
+                self._worker.submit(self._drop, session)
+            session.ended.set()
+        what = "was aborted" if scope.deadline > anyio.current_time() else "took too long"
+        raise TransferError(f"receiving the weights of update {order.version} {what}")
+
+    def received(self, order: UpdateOrder) -> Session:
+        """The update that was received on this order, and is to be taken into service.
+
+        Raises:
+            EngineError: There is none.
+        """
+        session = self.session
+        if session is None or session.order.epoch != order.epoch or not session.received:
+            raise EngineError(f"there is no received update of epoch {order.epoch} to finish")
+        return session
+
+    def take(self, session: Session) -> None:
+        """Have a session end, since what it received is in service. On the worker thread.
+
+        Raises:
+            EngineError: It has ended already.
+        """
+        if self.session is not session:
+            raise EngineError(f"the update of epoch {session.order.epoch} was overtaken by another")
+        self.session = None
+
+    async def abort(self) -> None:
+        """End the session, if there is one, and drop what it received.
+
+        A commit that runs already runs to its end; then the session is gone, and there is nothing to drop.
+        """
+        session = self.session
+        if session is not None:
+            session.scope.cancel()
+            await session.ended.wait()
+            await self._worker.run(self._drop, session)
+
+    def _drop(self, session: Session) -> None:
+        if self.session is not session:
+            return
+        self.session = None
+        session.loader.discard()
+        if session.loader.touched:
+            self._record.taint(f"update {session.order.version} was not received whole", all_names(session.plan))
+
+
+def receive_buckets(plan: Plan, links: Sequence[Link], loader: Loader, stop: threading.Event) -> str:
+    """Take and hash every bucket, while others are on their way. Blocks.
+
+    Args:
+        plan: How buckets are cut.
+        links: The groups they come through: one of each source, or one for all.
+        loader: Where they go.
+        stop: Ends it, from another thread.
+
+    Returns:
+        The digest of all.
+
+    Raises:
+        OutOfStepError: There are not as many groups as sources. Nothing was received.
+        TransferError: A bucket did not arrive, or it was stopped.
+    """
+    sources = max(1, len(plan.parts))
+    if len(links) not in (1, sources):
+        raise OutOfStepError(f"the order names {len(links)} groups, and there are {sources} sources")
+    loader.begin()
+    on_the_way: deque[tuple[Bucket, Tensor, object]] = deque()
+
+    def link_of(bucket: Bucket) -> Link:
+        return links[bucket.source] if len(links) > 1 else links[0]
+
+    def take_oldest() -> None:
+        bucket, buffer, handle = on_the_way.popleft()
+        wait(link_of(bucket), handle, bucket, stop)
+        loader.take(bucket, buffer)
+
+    for bucket in plan.buckets:
+        if len(on_the_way) == loader.in_flight:
+            take_oldest()
+        buffer = loader.target(bucket)
+        on_the_way.append((bucket, buffer, link_of(bucket).start_receive(buffer)))
+    while on_the_way:
+        take_oldest()
+    return loader.digest()

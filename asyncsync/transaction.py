@@ -1,0 +1,242 @@
+"""The transaction: the one order of all that changes engines' weights, and the way back.
+
+:meth:`Transaction.run` is the whole of it. Every step that must be undone is a context manager around what follows, so
+that the way back is the way in reversed, on success, failure and cancellation alike (R2).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
+from typing import Any, cast
+
+import anyio
+
+from asyncsync.attempt import Attempt
+from asyncsync.catch_up import Published
+from asyncsync.clock import UpdateClock
+from asyncsync.engines.base import EngineReceipt
+from asyncsync.errors import LockTimeoutError, OutOfStepError, TransferError, WeightUpdateTimeoutError
+from asyncsync.fanout import beside, race, settle
+from asyncsync.fleet import Member, combine_errors
+from asyncsync.lock import RolloutLock
+from asyncsync.messages import EngineStatus
+from asyncsync.report import EngineState
+from asyncsync.shared_lock import SharedRolloutLock
+from asyncsync.shield import CLEANUP_TIMEOUT, shielded
+from asyncsync.sources import Sources
+
+ABORT_INTERVAL = 0.05
+"""Seconds between two rounds of aborting, while those who read the last version are to leave."""
+
+_log = logging.getLogger("asyncsync")
+
+
+class Transaction:
+    """One attempt to bring new weights to engines, from the first byte to the last engine that serves again.
+
+    Args:
+        attempt: What was ordered, and where it is noted what became of it.
+        clock: The update's.
+        sources: Where the weights come from.
+        lock: Who generates reads, and the commit writes.
+        publish: Told the new version, and the attempt that made it, once engines serve it.
+    """
+
+    def __init__(
+        self,
+        attempt: Attempt,
+        clock: UpdateClock,
+        sources: Sources,
+        lock: RolloutLock | SharedRolloutLock,
+        publish: Callable[[Published, int], None],
+    ) -> None:
+        self._attempt = attempt
+        self._clock = clock
+        self._sources = sources
+        self._lock = lock
+        self._publish_version = publish
+        self._order = attempt.order
+        self._policy = attempt.order.policy
+
+    async def run(self) -> None:
+        """Do it.
+
+        Raises:
+            WeightUpdateError: It failed; the attempt's outcomes say where that left each engine.
+        """
+        if self._attempt.staged:
+            async with self._undone_if_it_fails():
+                await self._transfer()
+                async with self._held_back(), self._undone_if_it_fails():
+                    await self._finish()
+        else:
+            async with self._held_back(), self._undone_if_it_fails():
+                await self._transfer()
+                await self._finish()
+
+    @asynccontextmanager
+    async def _held_back(self) -> AsyncIterator[None]:
+        """Whatever the policy says of those who generate, while weights change.
+
+        Staged engines hold requests back by themselves as they switch. They are paused before that only where requests
+        are aborted: who holds ``generation()`` around one leaves it then, and could not while the lock is written.
+        """
+        async with AsyncExitStack() as stack:
+            if self._policy == "drain":
+                await stack.enter_async_context(self._no_readers())
+            stack.enter_context(self._clock.measure("paused"))
+            if not self._attempt.staged or self._policy == "abort":
+                await stack.enter_async_context(self._paused())
+            if self._policy == "abort":
+                await stack.enter_async_context(self._no_readers())
+            yield
+
+    async def _transfer(self) -> None:
+        """Send and receive at once; the first failure at either end wins (R5), and digests must agree (R12)."""
+        orders = self._attempt.orders
+
+        def receive(member: Member) -> Awaitable[EngineReceipt]:
+            return member.call(lambda engine: engine.receive_weights(orders.engines[member]))
+
+        with self._clock.phase("transfer"):
+            # Engines first: they are farther away.
+            ends: dict[Member | None, Any] = {member: receive(member) for member in self._attempt.fleet.members}
+            ends[None] = self._sources.race(lambda number, source: source.send_weights(orders.sources[number]))
+            receipts = await race(ends)
+            self._attempt.sent = receipts.pop(None)
+            for member, receipt in receipts.items():
+                self._attempt.digests[cast("Member", member)] = receipt.digest
+            for member, digest in self._attempt.digests.items():
+                if digest != self._attempt.digest:
+                    sent = self._attempt.digest
+                    raise TransferError(
+                        f"{member.name} received other bytes than were sent: digest {digest}, sent {sent} "
+                        "(did the trainer change its weights before the update was done?)"
+                    )
+
+    @asynccontextmanager
+    async def _no_readers(self) -> AsyncIterator[None]:
+        """The writer's side of the generation lock: who generates has left, who wants to waits."""
+        async with AsyncExitStack() as stack:
+            with self._clock.measure("drain"):
+                holder = f"update to version {self._order.version}"
+                writer = self._lock.writer(timeout=self._clock.limit("drain"), holder=holder)
+                try:
+                    async with beside(self._abort_newcomers) if self._policy == "abort" else nullcontext():
+                        await stack.enter_async_context(writer)
+                except LockTimeoutError as error:
+                    raise WeightUpdateTimeoutError(
+                        f"generation did not end in time (does who awaits this update hold generation()?): {error}"
+                    ) from error
+            yield
+
+    async def _abort_newcomers(self) -> None:
+        """Abort what readers that were in already still bring to the paused engines: they would wait for it."""
+        while True:
+            await anyio.sleep(ABORT_INTERVAL)
+            await self._pause()
+
+    async def _pause(self) -> None:
+        epoch, policy = self._order.epoch, self._policy
+        await self._attempt.fleet.all(lambda engine: engine.pause_generation(epoch, policy))
+
+    @asynccontextmanager
+    async def _paused(self) -> AsyncIterator[None]:
+        """Every engine paused; in the end, every one that holds whole weights serves again."""
+        try:
+            with self._clock.phase("pause"):
+                await self._pause()
+            yield
+        finally:
+            errors = await shielded(self._resume())
+        if errors:
+            raise combine_errors(errors)
+
+    async def _resume(self) -> list[Exception]:
+        whole = [member for member in self._attempt.fleet.members if self._attempt.may_serve(member)]
+        with self._clock.measure("resume"):
+            results = await self._attempt.fleet.each(
+                lambda engine: engine.resume_generation(self._order.epoch),
+                members=whole,
+                timeout=CLEANUP_TIMEOUT,
+            )
+        errors = {
+            member: result
+            for member, result in results.items()
+            # Out of step: another conductor has begun an update of it meanwhile, and will resume it.
+            if isinstance(result, Exception) and not isinstance(result, OutOfStepError)
+        }
+        for member, error in errors.items():
+            self._attempt.record(member, EngineState.LOST, error=error)
+            _log.warning("could not resume: %s", error)
+        return list(errors.values())
+
+    async def _finish(self) -> None:
+        """Switch every engine to the new version, and publish it, last of all (R3)."""
+        with self._clock.phase("finish"):
+            await self._attempt.fleet.all(lambda engine: engine.finish_weight_update(self._attempt.order))
+        for member in self._attempt.fleet.members:
+            self._attempt.record(member, EngineState.UPDATED, weight_version=self._order.version)
+        self._publish()
+
+    def _publish(self) -> None:
+        self._attempt.note_versions()  # at once: between the two, no engine would hold the published version
+        version, layout = self._order.version, self._order.plan_digest
+        published = Published(version=version, digest=self._attempt.digest, plan_digest=layout)
+        self._publish_version(published, self._order.epoch)
+
+    @asynccontextmanager
+    async def _undone_if_it_fails(self) -> AsyncIterator[None]:
+        """On failure, end the update at both ends and learn who holds what; shielded and bounded (R7)."""
+        try:
+            yield
+        except BaseException:
+            if not self._attempt.undone:
+                self._attempt.undone = True
+                await shielded(self._undo())
+            raise
+
+    async def _undo(self) -> None:
+        epoch = self._order.epoch
+        ends: dict[str, Any] = {
+            "sources": self._sources.settle(lambda _, source: source.abort_send(epoch), CLEANUP_TIMEOUT),
+            "engines": self._attempt.fleet.each(
+                lambda engine: engine.abort_weight_update(epoch, None), timeout=CLEANUP_TIMEOUT
+            ),
+        }
+        results = await settle(ends)
+        for result in cast("list[Exception | None]", results["sources"]):
+            if isinstance(result, Exception):
+                _log.warning("could not stop the sending: %s", result)
+                self._attempt.lost.append(result)
+        engines = cast("dict[Member, EngineStatus | Exception]", results["engines"])
+        version = self._order.version
+        switched = {
+            member
+            for member, status in engines.items()
+            if isinstance(status, EngineStatus) and status.weight_version == version
+        }
+        self._attempt.switched = bool(switched)
+        if switched:
+            # Some engines hold the new version whole, so it is out; those that do not are behind it.
+            self._publish()
+            behind = [member for member in engines if member not in switched]
+            engines |= await self._attempt.fleet.each(
+                lambda engine: engine.abort_weight_update(epoch, version),
+                members=behind,
+                timeout=CLEANUP_TIMEOUT,
+            )
+        for member, status in engines.items():
+            if isinstance(status, Exception):
+                self._attempt.lost.append(status)
+                self._attempt.record(member, EngineState.LOST, error=status)
+            elif status.instance != self._attempt.instances[member]:
+                self._attempt.replaced = True
+                self._attempt.record(member, EngineState.LOST, error="its process was replaced during the update")
+            elif status.tainted is not None:
+                self._attempt.record(member, EngineState.TAINTED, error=status.tainted)
+            else:
+                state = EngineState.UPDATED if member in switched else EngineState.UNCHANGED
+                self._attempt.record(member, state, weight_version=status.weight_version)
