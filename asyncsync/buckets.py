@@ -124,6 +124,7 @@ class Plan:
         buckets: The cuts.
         bucket_size: The most bytes a bucket may have.
         arena_nbytes: Size of the arena, padding included.
+        whole_tensors: Whether every bucket holds whole tensors of one dtype, one right behind the other.
         parts: The plans it was joined from, one a source; none if it is one source's own.
     """
 
@@ -132,6 +133,7 @@ class Plan:
     buckets: tuple[Bucket, ...]
     bucket_size: int
     arena_nbytes: int
+    whole_tensors: bool = False
     parts: tuple[Plan, ...] = ()
 
     @cached_property
@@ -161,7 +163,7 @@ class Plan:
         if self.parts:
             return joint_digest([part.digest for part in self.parts])
         cuts = (f"{bucket.start}-{bucket.stop}" for bucket in self.buckets)
-        return hash_text((self.layout_digest, str(ALIGNMENT), *cuts))
+        return hash_text((self.layout_digest, "whole" if self.whole_tensors else str(ALIGNMENT), *cuts))
 
     def digest_of(self, digests: Digests) -> str:
         """The digest of a whole set of weights, from its tensors' digests, in order."""
@@ -176,7 +178,9 @@ class Plan:
         )
 
 
-def plan_buckets(specs: Sequence[TensorSpec], bucket_size: int = DEFAULT_BUCKET_SIZE) -> Plan:
+def plan_buckets(
+    specs: Sequence[TensorSpec], bucket_size: int = DEFAULT_BUCKET_SIZE, *, whole_tensors: bool = False
+) -> Plan:
     """Lay tensors out and cut them into buckets, in the order given.
 
     A bucket holds ``bucket_size`` bytes at the most (rounded down to :data:`ALIGNMENT`, and never less than that). A
@@ -187,6 +191,8 @@ def plan_buckets(specs: Sequence[TensorSpec], bucket_size: int = DEFAULT_BUCKET_
     Args:
         specs: The tensors; names must be unique, aliases included.
         bucket_size: Bytes.
+        whole_tensors: No tensor is split: one that is larger than a bucket may be has a larger one to itself. And a
+            bucket's tensors are of one dtype, with nothing in between: what an engine that receives by itself can read.
 
     Raises:
         PlanError: A name occurs twice.
@@ -195,13 +201,15 @@ def plan_buckets(specs: Sequence[TensorSpec], bucket_size: int = DEFAULT_BUCKET_
     if bucket_size <= 0:
         raise ValueError(f"bucket_size must be a positive number of bytes, not {bucket_size}")
     _refuse_duplicates(specs)
-    offsets, end = [], 0
     sizes = [spec.nbytes for spec in specs]
+    finer = max(_OVERLAP_FLOOR, math.ceil(sum(map(_align, sizes)) / _OVERLAP_BUCKETS))
+    limit = max(min(bucket_size, _align(finer)) // ALIGNMENT * ALIGNMENT, ALIGNMENT)
+    if whole_tensors:
+        return _plan_whole(specs, sizes, limit, bucket_size)
+    offsets, end = [], 0
     for size in sizes:
         offsets.append(end)
         end += _align(size)
-    finer = max(_OVERLAP_FLOOR, math.ceil(end / _OVERLAP_BUCKETS))
-    limit = max(min(bucket_size, _align(finer)) // ALIGNMENT * ALIGNMENT, ALIGNMENT)
 
     cutter = _Cutter()
     for index, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
@@ -222,15 +230,35 @@ def plan_buckets(specs: Sequence[TensorSpec], bucket_size: int = DEFAULT_BUCKET_
     return Plan(tuple(specs), tuple(offsets), tuple(cutter.buckets), bucket_size, end)
 
 
-def replan(known: Plan | None, specs: Sequence[TensorSpec], bucket_size: int) -> Plan:
+def _plan_whole(specs: Sequence[TensorSpec], sizes: Sequence[int], limit: int, bucket_size: int) -> Plan:
+    cutter = _Cutter()
+    offsets, end, dtype = [], 0, None
+    for index, (spec, size) in enumerate(zip(specs, sizes, strict=True)):
+        alone = size >= min(_ALONE, limit)
+        if size and (alone or spec.dtype != dtype or end + size - cutter.start > limit):
+            end = _align(end)
+            cutter.cut(end)
+        offsets.append(end if size else 0)  # an empty one has a place only in name, and it must be aligned
+        if size:
+            cutter.add_whole(index, end, size)
+            end, dtype = end + size, None if alone else spec.dtype  # behind one that stands alone, another begins
+    cutter.cut(end)
+    return Plan(tuple(specs), tuple(offsets), tuple(cutter.buckets), bucket_size, _align(end), whole_tensors=True)
+
+
+def replan(known: Plan | None, specs: Sequence[TensorSpec], bucket_size: int, *, whole_tensors: bool = False) -> Plan:
     """The plan of these tensors: the known one, if it is that; else a new one, its digest computed.
 
     Raises:
         PlanError: A name occurs twice.
     """
-    if known is not None and known.specs == specs and known.bucket_size == bucket_size:
+    if known is not None and (known.specs, known.bucket_size, known.whole_tensors) == (
+        specs,
+        bucket_size,
+        whole_tensors,
+    ):
         return known
-    plan = plan_buckets(specs, bucket_size)
+    plan = plan_buckets(specs, bucket_size, whole_tensors=whole_tensors)
     _ = plan.digest, plan.nbytes  # computed here, and kept: large plans take a while
     return plan
 
@@ -273,6 +301,7 @@ def join_plans(plans: Sequence[Plan]) -> Plan:
         buckets=tuple(buckets),
         bucket_size=max(plan.bucket_size for plan in plans),
         arena_nbytes=first_byte[-1],
+        whole_tensors=all(plan.whole_tensors for plan in plans),
         parts=tuple(plans),
     )
 

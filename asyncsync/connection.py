@@ -19,7 +19,7 @@ import logging
 import secrets
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from asyncsync.attempt import Orders
 from asyncsync.buckets import TensorSpec, joint_digest, refuse_rivals
@@ -37,6 +37,7 @@ from asyncsync.messages import (
     ReadOptions,
     Rendezvous,
     TrainerStatus,
+    Transport,
     UpdateOrder,
     next_epoch,
 )
@@ -67,12 +68,14 @@ class Cohort:
         engines: What identified each engine, with its number of ranks, when it was connected.
         sources: What identified each source.
         backend: Of the groups.
+        transport: Of the groups.
     """
 
     connections: tuple[str, ...]
     engines: Mapping[Member, tuple[str, int]]
     sources: tuple[str, ...]
     backend: Backend
+    transport: Transport
 
     def stands(
         self, sources: Sequence[TrainerStatus], engines: Mapping[Member, EngineStatus], backend: Backend
@@ -210,15 +213,14 @@ class Connection:
     async def _ask_and_connect(self, clock: UpdateClock, fleet: Fleet) -> Mapping[Member, EngineStatus]:
         with clock.phase("describe"):
             answers: dict[str, Any] = await race(
-                {
-                    "sources": self._sources.race(
-                        lambda number, source: source.describe_weights(self._options, self._plans[number])
-                    ),
-                    "engines": fleet.describe(self._policy),
-                }
+                {"sources": self._describe_sources(), "engines": fleet.describe(self._policy)}
             )
             sources: list[TrainerStatus] = answers["sources"]
             engines: dict[Member, EngineStatus] = answers["engines"]
+            whole_tensors = any(status.whole_tensors for status in engines.values())
+            if whole_tensors != self._options.whole_tensors:
+                self._options = replace(self._options, whole_tensors=whole_tensors)
+                sources = await self._describe_sources()
             layout = await self._agreed_layout(sources)
         self._epoch = max(self._epoch, *(status.epoch for status in sources))
         unacquainted = [member for member, status in engines.items() if not is_acquainted(status, layout)]
@@ -236,6 +238,11 @@ class Connection:
                 await fleet.all(lambda engine: engine.accept_layout(layout), members=unacquainted)
                 await self._connect(clock, sources, standing, alone, backend)
         return engines
+
+    async def _describe_sources(self) -> list[TrainerStatus]:
+        return list(
+            await self._sources.race(lambda number, source: source.describe_weights(self._options, self._plans[number]))
+        )
 
     async def acquaint(self, member: Member) -> None:
         """Have an engine accept the layout that was agreed on last, if there is one.
@@ -286,6 +293,7 @@ class Connection:
                 parts=parts,
                 bucket_size=self._options.bucket_size,
                 digest=joint_digest(plans),
+                whole_tensors=self._options.whole_tensors,
                 partial=self._partial,
             )
         return self.layout
@@ -304,17 +312,28 @@ class Connection:
         engines: Mapping[Member, EngineStatus],
         backend: Backend,
     ) -> None:
-        """Make a cohort of engines that are in none, beside those that stand."""
+        """Make cohorts of engines that are in none, beside those that stand: one for each kind of group."""
         gone = [cohort for cohort in self._cohorts if cohort not in standing]
         self._cohorts = tuple(standing)  # until it is: a failed connect must not look like a connection (R13)
         if gone:
             await self._sources_leave([cohort.connections for cohort in gone])
-        if not engines:
-            return
+        for transport in get_args(Transport):
+            if some := {member: status for member, status in engines.items() if status.transport == transport}:
+                await self._connect_cohort(clock, sources, some, backend, transport)
+
+    async def _connect_cohort(
+        self,
+        clock: UpdateClock,
+        sources: Sequence[TrainerStatus],
+        engines: Mapping[Member, EngineStatus],
+        backend: Backend,
+        transport: Transport,
+    ) -> None:
         connections = tuple(secrets.token_hex(16) for _ in sources)
         rendezvous = Rendezvous(
             connection="",
             backend=backend,
+            transport=transport,
             rank=0,
             world_size=1 + sum(status.world_size for status in engines.values()),
             join_timeout=min(JOIN_TIMEOUT, clock.limit("connect")),
@@ -328,7 +347,7 @@ class Connection:
             await shielded(self._leave(connections, engines))
             raise
         identities = {member: _identity(status) for member, status in engines.items()}
-        self._cohorts += (Cohort(connections, identities, _identities(sources), backend),)
+        self._cohorts += (Cohort(connections, identities, _identities(sources), backend, transport),)
         _log.debug("connected %d engines to %d sources over %s", len(engines), len(sources), backend)
 
     async def _form(self, source: Source, engines: Mapping[Member, EngineStatus], rendezvous: Rendezvous) -> None:

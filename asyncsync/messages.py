@@ -28,6 +28,10 @@ NameMap: TypeAlias = Callable[[str], str | None]
 
 Backend: TypeAlias = Literal["gloo", "nccl"]
 
+Transport: TypeAlias = Literal["asyncsync", "torch"]
+"""What kind of group: one whose members meet over the control plane; or one that engines join by themselves, which
+meet at a store of torch's that the source holds."""
+
 Contacts: TypeAlias = dict[str, bytes]
 """What a group's members must know to reach others of them; made and read by the transport alone."""
 
@@ -49,11 +53,13 @@ class ReadOptions:
 
     Attributes:
         bucket_size: Bytes a bucket may have at the most.
+        whole_tensors: Whether buckets must hold whole tensors, of one dtype each.
         name_map: Applied to every name.
         dtype: Floating-point tensors are sent in this dtype.
     """
 
     bucket_size: int
+    whole_tensors: bool = False
     name_map: NameMap | None = None
     dtype: torch.dtype | None = None
 
@@ -66,12 +72,14 @@ class Layout:
         parts: The tensors of each source, in order; mostly there is one source.
         bucket_size: Bytes a bucket may have at the most.
         digest: Digest of the plan; an engine that plans the same specs must come to the same (R10).
+        whole_tensors: Whether buckets hold whole tensors, of one dtype each.
         partial: Whether names that the engine has and the trainer does not send are fine.
     """
 
     parts: tuple[tuple[TensorSpec, ...], ...]
     bucket_size: int
     digest: str
+    whole_tensors: bool = False
     partial: bool = False
 
     def plan(self) -> Plan:
@@ -80,7 +88,8 @@ class Layout:
         Raises:
             PlanError: Two tensors have the same name.
         """
-        return join_plans([plan_buckets(specs, self.bucket_size) for specs in self.parts])
+        whole = self.whole_tensors
+        return join_plans([plan_buckets(specs, self.bucket_size, whole_tensors=whole) for specs in self.parts])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +132,8 @@ class EngineStatus:
             engine of several ranks are joined by ``+``.
         device: Device type of its weights.
         staged: Whether it holds new weights beside the old until the commit.
+        whole_tensors: Whether it can take buckets only of whole tensors, of one dtype each.
+        transport: What kind of group it joins.
         policies: What it can do with requests in flight.
         cannot: Why it cannot do others, where that can be changed.
         world_size: How many ranks of it receive.
@@ -144,6 +155,8 @@ class EngineStatus:
     instance: str
     device: str
     staged: bool
+    whole_tensors: bool = False
+    transport: Transport = "asyncsync"
     policies: tuple[Policy, ...] = ("drain",)
     cannot: Mapping[Policy, str] = field(default_factory=dict)
     world_size: int = 1
@@ -167,6 +180,7 @@ class Rendezvous:
     Attributes:
         connection: Its name, random and never used again: who does not know it cannot join.
         backend: Chosen once, for all ends (R10).
+        transport: What kind of group it is.
         rank: This member's rank (its first, if it has several); the source is rank 0.
         source: Which of several sources that is. An engine is in one group of each at a time. :data:`PEER`: it is an
             engine that gives its weights to others.
@@ -185,6 +199,7 @@ class Rendezvous:
     join_timeout: float
     operation_timeout: float
     source: int = 0
+    transport: Transport = "asyncsync"
     shards_of: int | None = None
     protocol: int = PROTOCOL_VERSION
 

@@ -134,7 +134,8 @@ class RankWorker:
 
     def _read(self, options: ReadOptions) -> tuple[Plan, Snapshot]:
         snapshot = self._source.read(name_map=options.name_map, dtype=options.dtype)
-        return replan(self._plan, snapshot.specs, options.bucket_size), snapshot
+        plan = replan(self._plan, snapshot.specs, options.bucket_size, whole_tensors=options.whole_tensors)
+        return plan, snapshot
 
     async def open_trainer_group(self, rendezvous: Rendezvous) -> Contacts:
         """See :class:`~asyncsync.trainer.Trainer`.

@@ -52,6 +52,29 @@ def test_every_byte_is_sent_once_and_lies_where_the_arena_has_it(specs: list[Ten
     assert plan.nbytes == sum(spec.nbytes for spec in specs)
 
 
+@given(specs_strategy, st.integers(1, 700))
+def test_buckets_of_whole_tensors_are_of_one_dtype_with_nothing_in_between(
+    specs: list[TensorSpec], bucket_size: int
+) -> None:
+    plan = plan_buckets(specs, bucket_size, whole_tensors=True)
+    for spec, offset, parts in zip(plan.specs, plan.offsets, covered(plan), strict=True):
+        assert parts == ([(0, spec.nbytes, offset)] if spec.nbytes else [])
+        assert offset % spec.dtype.itemsize == 0
+    limit = max(ALIGNMENT, bucket_size // ALIGNMENT * ALIGNMENT)
+    for bucket in plan.buckets:
+        assert not bucket.pieces
+        assert len({specs[index].dtype for index in bucket.whole}) == 1
+        assert bucket.spans[0][0] == 0
+        assert bucket.spans[-1][1] == bucket.nbytes == sum(specs[index].nbytes for index in bucket.whole)
+        assert bucket.nbytes <= limit or len(bucket.whole) == 1
+        assert bucket.start % ALIGNMENT == 0
+    assert [index for bucket in plan.buckets for index in bucket.whole] == [
+        index for index, spec in enumerate(specs) if spec.nbytes
+    ]
+    assert plan.arena_nbytes % ALIGNMENT == 0
+    assert plan.digest != plan_buckets(specs, bucket_size).digest
+
+
 @given(st.lists(specs_strategy, min_size=2, max_size=4), st.integers(1, 700))
 def test_joined_plans_send_every_byte_of_each_source_once_in_turns(
     parts: list[list[TensorSpec]], bucket_size: int

@@ -14,11 +14,12 @@ from asyncsync.packing import arena_views, digest_weights, hash_bucket, in_place
 from tests.sample import DTYPES, content, random_tensor
 
 
-def through_the_arena(tensors: list[Tensor], bucket_size: int) -> list[Tensor]:
+def through_the_arena(tensors: list[Tensor], bucket_size: int, *, whole_tensors: bool = False) -> list[Tensor]:
     """Pack tensors into buckets of an arena, and view them there."""
     plan = plan_buckets(
         [TensorSpec(f"t{index}", tensor.dtype, tuple(tensor.shape)) for index, tensor in enumerate(tensors)],
         bucket_size,
+        whole_tensors=whole_tensors,
     )
     arena = torch.full((plan.arena_nbytes,), 0xAB, dtype=torch.uint8)
     for bucket in plan.buckets:
@@ -40,11 +41,13 @@ def kinds(dtype: torch.dtype) -> list[Tensor]:
     ]
 
 
+@pytest.mark.parametrize("whole_tensors", [False, True], ids=["", "whole tensors"])
 @pytest.mark.parametrize("bucket_size", [64, 128, 1 << 20], ids=["split fine", "split", "whole"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_kind_of_tensor_arrives_bit_for_bit(dtype: torch.dtype, bucket_size: int) -> None:
+def test_every_kind_of_tensor_arrives_bit_for_bit(dtype: torch.dtype, bucket_size: int, whole_tensors: bool) -> None:
     tensors = [random_tensor(torch.uint8, (1,), seed=2), *kinds(dtype)]
-    for tensor, view in zip(tensors, through_the_arena(tensors, bucket_size), strict=True):
+    views = through_the_arena(tensors, bucket_size, whole_tensors=whole_tensors)
+    for tensor, view in zip(tensors, views, strict=True):
         assert (view.dtype, view.shape) == (tensor.dtype, tensor.shape)
         assert content(view) == content(tensor)
 
