@@ -3,6 +3,9 @@
 A weight update is one awaited transaction: see :class:`WeightSynchronizer`.
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from asyncsync.cluster import remote
 from asyncsync.engines import EngineGroup, EngineReceipt, GivingEngine, ModuleEngine, RolloutEngine
 from asyncsync.errors import (
@@ -34,6 +37,22 @@ from asyncsync.shared_lock import SharedRolloutLock
 from asyncsync.synchronizer import WeightSynchronizer
 from asyncsync.trainer import TrainerRank
 from asyncsync.weights import GatheredWeights
+
+if TYPE_CHECKING:
+    from asyncsync.engines.vllm import VLLMActor, VLLMEngine
+
+_ON_FIRST_USE = {
+    "VLLMActor": "asyncsync.engines.vllm",
+    "VLLMEngine": "asyncsync.engines.vllm",
+}
+"""What needs more than the library itself does, and where it is."""
+
+
+def __getattr__(name: str) -> Any:
+    if name in _ON_FIRST_USE:
+        return getattr(importlib.import_module(_ON_FIRST_USE[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __all__ = [
     "AsyncSyncError",
@@ -70,6 +89,8 @@ __all__ = [
     "TrainerRank",
     "TransferError",
     "UpdateOrder",
+    "VLLMActor",
+    "VLLMEngine",
     "WeightSynchronizer",
     "WeightUpdate",
     "WeightUpdateError",

@@ -16,6 +16,7 @@ from typing import Literal, TypeAlias
 import torch
 
 from asyncsync.buckets import Plan, TensorSpec, join_plans, plan_buckets
+from asyncsync.errors import PlanError
 from asyncsync.shards import Block, Holding
 
 PROTOCOL_VERSION = 2
@@ -90,6 +91,19 @@ class Layout:
         """
         whole = self.whole_tensors
         return join_plans([plan_buckets(specs, self.bucket_size, whole_tensors=whole) for specs in self.parts])
+
+    def agreed_plan(self) -> Plan:
+        """Plan it, and compare with what the trainer has planned (R10).
+
+        Raises:
+            PlanError: Two tensors have the same name, or the two ends cut buckets differently.
+        """
+        plan = self.plan()
+        if plan.digest != self.digest:
+            raise PlanError(
+                "trainer and engine plan the same tensors differently: install the same version of asyncsync at both"
+            )
+        return plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

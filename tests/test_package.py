@@ -24,7 +24,7 @@ FLOORS = (
     {"fleet", "membership", "sources", "attempt", "connection", "catch_up", "transaction"},
     {"synchronizer"},
     {"__init__"},
-    {"demo"},
+    {"demo", "testing"},
     {"cli"},
     {"__main__"},
 )
@@ -39,6 +39,9 @@ DOORS = {
     "typer": {"cli"},
     "rich": {"cli"},
     "transformers": {"demo"},
+    "vllm": {"engines"},
+    "httpx": {"engines"},
+    "msgspec": {"engines"},
 }
 """Third parties that one module is the door to; cli and demos may start the cluster they run on."""
 
