@@ -19,7 +19,7 @@ import logging
 import secrets
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from asyncsync.attempt import Orders
 from asyncsync.buckets import TensorSpec, joint_digest, refuse_rivals
@@ -37,7 +37,6 @@ from asyncsync.messages import (
     ReadOptions,
     Rendezvous,
     TrainerStatus,
-    Transport,
     UpdateOrder,
     next_epoch,
 )
@@ -68,14 +67,12 @@ class Cohort:
         engines: What identified each engine, with its number of ranks, when it was connected.
         sources: What identified each source.
         backend: Of the groups.
-        transport: Of the groups.
     """
 
     connections: tuple[str, ...]
     engines: Mapping[Member, tuple[str, int]]
     sources: tuple[str, ...]
     backend: Backend
-    transport: Transport
 
     def stands(
         self, sources: Sequence[TrainerStatus], engines: Mapping[Member, EngineStatus], backend: Backend
@@ -312,28 +309,17 @@ class Connection:
         engines: Mapping[Member, EngineStatus],
         backend: Backend,
     ) -> None:
-        """Make cohorts of engines that are in none, beside those that stand: one for each kind of group."""
+        """Make a cohort of engines that are in none, beside those that stand."""
         gone = [cohort for cohort in self._cohorts if cohort not in standing]
         self._cohorts = tuple(standing)  # until it is: a failed connect must not look like a connection (R13)
         if gone:
             await self._sources_leave([cohort.connections for cohort in gone])
-        for transport in get_args(Transport):
-            if some := {member: status for member, status in engines.items() if status.transport == transport}:
-                await self._connect_cohort(clock, sources, some, backend, transport)
-
-    async def _connect_cohort(
-        self,
-        clock: UpdateClock,
-        sources: Sequence[TrainerStatus],
-        engines: Mapping[Member, EngineStatus],
-        backend: Backend,
-        transport: Transport,
-    ) -> None:
+        if not engines:
+            return
         connections = tuple(secrets.token_hex(16) for _ in sources)
         rendezvous = Rendezvous(
             connection="",
             backend=backend,
-            transport=transport,
             rank=0,
             world_size=1 + sum(status.world_size for status in engines.values()),
             join_timeout=min(JOIN_TIMEOUT, clock.limit("connect")),
@@ -347,7 +333,7 @@ class Connection:
             await shielded(self._leave(connections, engines))
             raise
         identities = {member: _identity(status) for member, status in engines.items()}
-        self._cohorts += (Cohort(connections, identities, _identities(sources), backend, transport),)
+        self._cohorts += (Cohort(connections, identities, _identities(sources), backend),)
         _log.debug("connected %d engines to %d sources over %s", len(engines), len(sources), backend)
 
     async def _form(self, source: Source, engines: Mapping[Member, EngineStatus], rendezvous: Rendezvous) -> None:

@@ -76,7 +76,8 @@ class _Trial:
             return known
         shadow = self._shadows[id(layer)] = copy.copy(layer)
         described, buffers = get_layerwise_info(layer).restore_metadata
-        own = {name: restore_layer_refs(tensor, layer) for name, tensor in described.items()}
+        # As tensors of our own: those that are described here are what vLLM itself reloads by.
+        own = {name: to_meta_tensor(restore_layer_refs(tensor, layer)) for name, tensor in described.items()}
         others = {
             name: to_meta_tensor(tensor)
             for name, tensor in layer._parameters.items()
@@ -86,7 +87,7 @@ class _Trial:
             name: self._watched(layer, prefix + name, tensor) for name, tensor in (own | others).items()
         }
         vars(shadow)["_buffers"] = {
-            name: to_meta_tensor(tensor) if name not in buffers else restore_layer_refs(buffers[name], layer)
+            name: to_meta_tensor(restore_layer_refs(buffers[name], layer) if name in buffers else tensor)
             for name, tensor in layer._buffers.items()
             if tensor is not None
         }
@@ -99,6 +100,7 @@ class _Trial:
     def _watched(self, layer: nn.Module, name: str, parameter: Any) -> Any:
         """The parameter, with a loader that counts what it takes."""
         loader: Callable[..., Any] = getattr(parameter, "weight_loader", default_weight_loader)
+        loader = inspect.unwrap(loader, stop=lambda each: each.__name__ != "online_process_loader")  # that of a reload
         signature = inspect.signature(loader)
 
         @functools.wraps(loader)

@@ -61,8 +61,8 @@ class VLLMClient(Protocol):
         """The label of the weights."""
         ...
 
-    async def checksums(self) -> list[dict[str, str]]:
-        """A checksum of each parameter as vLLM holds it, for each worker."""
+    async def checksums(self) -> dict[str, str]:
+        """A checksum of each parameter as vLLM holds it, on each worker."""
         ...
 
     async def aclose(self) -> None:
@@ -125,10 +125,13 @@ class InProcessClient:
         """See :class:`VLLMClient`."""
         return str(await self._call("get_weight_version"))
 
-    async def checksums(self) -> list[dict[str, str]]:
+    async def checksums(self) -> dict[str, str]:
         """See :class:`VLLMClient`."""
-        found: list[dict[str, str]] = await self._call("compute_weight_checksums")
-        return found
+        return {
+            name: checksum
+            for worker in await self._call("compute_weight_checksums")
+            for name, checksum in worker.items()
+        }
 
     async def aclose(self) -> None:
         """See :class:`VLLMClient`."""
@@ -257,10 +260,9 @@ class HTTPClient:
         """See :class:`VLLMClient`."""
         return str((await self._request("GET", "/weight_info"))["weight_version"])
 
-    async def checksums(self) -> list[dict[str, str]]:
+    async def checksums(self) -> dict[str, str]:
         """See :class:`VLLMClient`."""
-        answer = await self._post("/weight_checker", {"action": "checksum"})
-        found: list[dict[str, str]] = answer["checksums"] if "checksums" in answer else answer["results"]
+        found: dict[str, str] = (await self._post("/weight_checker", {"action": "checksum"}))["checksums"]
         return found
 
     async def aclose(self) -> None:

@@ -79,8 +79,8 @@ class VLLMEngine:
     def __repr__(self) -> str:
         return f"<VLLMEngine {self._client!r}: {len(self._ranks.engines)} ranks>"
 
-    async def weights_checksum(self) -> list[dict[str, str]]:
-        """VLLM's own checksum of each parameter as it holds it, for each worker.
+    async def weights_checksum(self) -> dict[str, str]:
+        """Checksums by vLLM, of each parameter as it holds it, on each worker.
 
         Two engines that are set up alike and hold the same weights have the same.
         """

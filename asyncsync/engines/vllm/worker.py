@@ -106,8 +106,17 @@ class AsyncSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def shutdown(self) -> None:
         """Hang up."""
         if self._control is not None:
-            self._control.call_soon_threadsafe(self._control.stop)
+            asyncio.run_coroutine_threadsafe(_end_loop(), self._control)
             self._control = None
+
+
+async def _end_loop() -> None:
+    """Cancel all that runs on this loop, and stop it."""
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    asyncio.get_running_loop().stop()
 
 
 class WorkerRank:
