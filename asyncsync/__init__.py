@@ -7,7 +7,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from asyncsync.cluster import remote
-from asyncsync.engines import EngineGroup, EngineReceipt, GivingEngine, ModuleEngine, RolloutEngine
+from asyncsync.engines import CheckedEngine, EngineGroup, EngineReceipt, GivingEngine, ModuleEngine, RolloutEngine
 from asyncsync.errors import (
     AsyncSyncError,
     ClosedError,
@@ -56,6 +56,7 @@ def __getattr__(name: str) -> Any:
 
 __all__ = [
     "AsyncSyncError",
+    "CheckedEngine",
     "ClosedError",
     "ConnectError",
     "Contacts",

@@ -44,6 +44,24 @@ def next_epoch(newest: int) -> int:
     return ((newest >> _RANDOM_BITS) + 1) << _RANDOM_BITS | secrets.randbits(_RANDOM_BITS)
 
 
+@dataclass(frozen=True, slots=True)
+class ChecksumPart:
+    """A part of what a checksum is taken of.
+
+    Attributes:
+        name: A tensor of the layout, under its own name.
+        block: Which part of it; None: all.
+    """
+
+    name: str
+    block: Block | None = None
+
+
+Checksums: TypeAlias = Mapping[str, tuple[ChecksumPart, ...]]
+"""What checksums are wanted, by key: each is the sha256 of the parts' bytes, row-major, one behind the other; of that,
+the first 16 hex digits."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadOptions:
     """How a trainer rank is to read its weights.
@@ -158,6 +176,7 @@ class EngineStatus:
         holds: What it holds whole, of all that any synchronizer has brought it: the digest of the weights, by the
             layout they came in.
         gives: Whether it can give its weights to other engines (:class:`asyncsync.GivingEngine`).
+        checks: Whether it can compare what it has loaded with the trainer's (:class:`asyncsync.CheckedEngine`).
         control_group: Whether its control calls are answered while its other methods run.
     """
 
@@ -178,6 +197,7 @@ class EngineStatus:
     shards: Mapping[str, tuple[tuple[int, ...], Block]] = field(default_factory=dict)
     holds: Mapping[str, str] = field(default_factory=dict)
     gives: bool = False
+    checks: bool = False
     control_group: bool = True
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from asyncsync.messages import Contacts, EngineStatus, Layout, Policy, Rendezvous, UpdateOrder
+from asyncsync.messages import Checksums, Contacts, EngineStatus, Layout, Policy, Rendezvous, UpdateOrder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,5 +131,25 @@ class GivingEngine(RolloutEngine, Protocol):
         Raises:
             OutOfStepError: It does not serve that version, or is not in the group. Nothing was sent.
             TransferError: The bytes did not arrive.
+        """
+        ...
+
+
+class CheckedEngine(RolloutEngine, Protocol):
+    """An engine that receives by itself, and can tell what it has loaded, as its status says (``checks``)."""
+
+    async def wanted_checksums(self) -> Checksums:
+        """What it wants the trainer's checksums of, to compare; of the layout that it has accepted last."""
+        ...
+
+    async def compare_checksums(self, epoch: int, checksums: Mapping[str, str]) -> None:
+        """Compare what it has loaded with what was sent. Called when all have finished, before any is resumed.
+
+        Args:
+            epoch: The update's.
+            checksums: Those of what was sent, by the keys that it named.
+
+        Raises:
+            TransferError: Something differs, by name. The engine is tainted.
         """
         ...
