@@ -15,6 +15,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -78,13 +79,16 @@ class AsyncSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         prefixes = bool(vllm_config.cache_config.enable_prefix_caching)
         self._end = WorkerRank(model, device, prefix_caching=prefixes)
         self._control: asyncio.AbstractEventLoop | None = None
+        self._answering: set[Future[None]] = set()
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Connect to whoever conducts; does not wait for it. Those that were connected before are not disturbed."""
         if self._control is None:
             self._control = asyncio.new_event_loop()
             threading.Thread(target=self._control.run_forever, name="asyncsync-control", daemon=True).start()
-        asyncio.run_coroutine_threadsafe(self._answer(init_info), self._control)
+        answering = asyncio.run_coroutine_threadsafe(self._answer(init_info), self._control)
+        self._answering.add(answering)  # the loop itself would let the garbage collector have it
+        answering.add_done_callback(self._answering.discard)
 
     async def _answer(self, init: InitInfo) -> None:
         hello = Hello(token=init.token, rank=self._rank, ranks=self._ranks)
