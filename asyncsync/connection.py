@@ -19,17 +19,19 @@ import logging
 import secrets
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from asyncsync.attempt import Orders
 from asyncsync.buckets import TensorSpec, joint_digest, refuse_rivals
 from asyncsync.clock import UpdateClock
-from asyncsync.engines.base import RolloutEngine
+from asyncsync.engines.base import CheckedEngine, RolloutEngine
 from asyncsync.errors import ConnectError, PlanError
 from asyncsync.fanout import race, settle
 from asyncsync.fleet import Fleet, Member
 from asyncsync.messages import (
     Backend,
+    ChecksumPart,
+    Checksums,
     Contacts,
     EngineStatus,
     Layout,
@@ -127,6 +129,7 @@ class Connection:
         self._plans: tuple[str | None, ...] = (None,) * len(sources.all)
         self._cohorts: tuple[Cohort, ...] = ()
         self._engines: Mapping[Member, EngineStatus] | None = None
+        self._wanted: dict[Member, Checksums] = {}
         self._epoch = 0
 
     def __repr__(self) -> str:
@@ -185,11 +188,18 @@ class Connection:
             base_epoch=base_epoch,
             timeout=clock.limit("transfer"),
         )
+        wanted: dict[tuple[ChecksumPart, ...], str] = {}  # engines that are alike want the same, which is taken once
+        checks = {
+            member: {key: wanted.setdefault(parts, str(len(wanted))) for key, parts in each.items()}
+            for member, each in self._wanted.items()
+        }
+        checksums = {key: parts for parts, key in wanted.items()}
         sources = tuple(
             replace(
                 order,
                 connections=tuple(cohort.connections[number] for cohort in self._cohorts),
                 plan_digest=plan,
+                checksums=checksums,
             )
             for number, plan in enumerate(self._plans)
             if plan is not None
@@ -200,7 +210,7 @@ class Connection:
             for taken in [replace(order, connections=cohort.connections)]
             for member in cohort.engines
         }
-        return Orders(order, sources, received), engines
+        return Orders(order, sources, received, checks), engines
 
     def next_epoch(self, engines: Iterable[EngineStatus]) -> int:
         """An epoch newer than any that these engines have seen."""
@@ -230,9 +240,13 @@ class Connection:
             for member, status in engines.items()
             if not any(member in cohort.engines for cohort in standing)
         }
-        if unacquainted or alone or len(standing) < len(self._cohorts):
+        checking = [member for member, status in engines.items() if status.checks]
+        if unacquainted or alone or checking or len(standing) < len(self._cohorts):
             with clock.phase("connect"):
                 await fleet.all(lambda engine: engine.accept_layout(layout), members=unacquainted)
+                self._wanted = await fleet.all(
+                    lambda engine: cast("CheckedEngine", engine).wanted_checksums(), members=checking
+                )
                 await self._connect(clock, sources, standing, alone, backend)
         return engines
 

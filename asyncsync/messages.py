@@ -244,6 +244,7 @@ class UpdateOrder:
         base_epoch: The attempt that made the published version; "changed" is told against it.
         timeout: Seconds after which to give it up, should the conductor be gone.
         shards: Common part of the names of the groups that shards come through, if any do.
+        checksums: To a source: what engines want checksums of.
     """
 
     epoch: int
@@ -254,6 +255,7 @@ class UpdateOrder:
     base_epoch: int | None
     timeout: float
     shards: str | None = None
+    checksums: Checksums = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -267,6 +269,7 @@ class SendReceipt:
         buckets: Buckets sent.
         nbytes: Bytes of the tensors.
         nbytes_changed: Bytes of those that differ.
+        checksums: Those that the order named, by key.
     """
 
     digest: str
@@ -275,3 +278,4 @@ class SendReceipt:
     buckets: int
     nbytes: int
     nbytes_changed: int
+    checksums: Mapping[str, str] = field(default_factory=dict)

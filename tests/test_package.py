@@ -19,7 +19,7 @@ PACKAGE = Path(asyncsync.__file__).parent
 FLOORS = (
     {"errors", "report"},
     {"shield", "threads", "digests", "buckets", "packing", "shards", "clock", "fanout", "coalesce", "lock", "guard"},
-    {"weights", "messages", "cluster", "transports", "sending", "gathering"},
+    {"weights", "messages", "checksums", "cluster", "transports", "sending", "gathering"},
     {"engines", "rank_worker", "trainer", "trainer_group", "shared_lock"},
     {"fleet", "membership", "sources", "attempt", "connection", "catch_up", "transaction"},
     {"synchronizer"},
