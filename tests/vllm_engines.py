@@ -90,6 +90,9 @@ class RolloutActor(asyncsync.VLLMActor):
     async def wake_up(self) -> None:
         await self.llm.wake_up()
 
+    async def pid(self) -> int:
+        return os.getpid()
+
     async def shutdown(self) -> None:
         self.llm.shutdown()
 

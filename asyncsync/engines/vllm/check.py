@@ -37,13 +37,14 @@ MOST = 64
 _log = logging.getLogger("asyncsync")
 
 
-def check_layout(model: nn.Module, plan: Plan, *, partial: bool) -> frozenset[str]:
+def check_layout(model: nn.Module, plan: Plan, *, partial: bool, stages: int = 1) -> frozenset[str]:
     """Compare a layout with a model.
 
     Args:
         model: What vLLM serves (this rank's part of it).
         plan: The layout.
         partial: Whether parameters may be left out.
+        stages: Over how many pipeline stages the engine's layers are spread; each leaves out what others hold.
 
     Returns:
         Names of tied tensors that the model does not know, and need not: it takes them under another name.
@@ -54,7 +55,7 @@ def check_layout(model: nn.Module, plan: Plan, *, partial: bool) -> frozenset[st
     trial = _Trial(model)
     with torch.no_grad():
         trial.load(plan)
-    trial.judge(partial=partial)
+    trial.judge(partial=partial, knows_all=stages == 1)
     return frozenset(trial.spare)
 
 
@@ -65,7 +66,8 @@ class _Trial:
         self._loaded: dict[int, int] = {}  # elements
         self._unchecked = False
         self._now: TensorSpec | None = None
-        self._taken = False
+        self._taken: tuple[str, Tensor] | None = None  # the parameter that took what is loaded now
+        self._ignored: set[str] = set()
         self.spare: set[str] = set()
         self._unknown: set[str] = set()
         self._unfit: dict[str, str] = {}
@@ -105,7 +107,7 @@ class _Trial:
 
         @functools.wraps(loader)
         def load(*args: Any, **kwargs: Any) -> Any:
-            self._taken = True
+            self._taken = name, parameter
             bound = signature.bind(*args, **kwargs)
             bound.apply_defaults()
             loaded = next((each for each in bound.args[1:] if isinstance(each, Tensor)), None)
@@ -134,9 +136,11 @@ class _Trial:
             nonlocal position
             while position < len(todo):
                 self._now, name = todo[position]
-                self._taken = False
+                self._taken = None
                 position += 1
                 yield name, torch.empty(self._now.shape, dtype=self._now.dtype, device="meta")
+                if self._taken is None:
+                    self._ignored.add(name)  # without a word
             self._now = None
 
         while position < len(todo) and len(self._unknown) + len(self._unfit) < MOST:
@@ -151,21 +155,28 @@ class _Trial:
             # Loading code that looks at values cannot be tried out.
             _log.info("whether %s fits cannot be told beforehand: %s", name, error)
             self._unchecked = True
-        elif self._taken:
-            why = str(error).strip() or type(error).__name__
-            self._unfit[name] = f"{name} (sent {list(self._now.shape)}: {why})"
+        elif self._taken is not None:
+            held, parameter = self._taken
+            why = f": {error}" if str(error).strip() else ""
+            self._unfit[name] = f"{name} (sent {list(self._now.shape)}, for {held} of {list(parameter.shape)}{why})"
         else:
             self._unknown.add(name)
 
     def _finish(self, plan: Plan) -> None:
-        """A tied tensor has several names; it is enough if one is known."""
+        """A tied tensor has several names; it is enough if one is known. And what is computed is no weight."""
+        lost = self._unknown | self._ignored
         for spec in plan.specs:
-            if spec.aliases and any(name not in self._unknown for name in spec.names):
-                self.spare |= self._unknown.intersection(spec.names)
+            if spec.aliases and any(name not in lost for name in spec.names):
+                self.spare |= lost.intersection(spec.names)
         self._unknown -= self.spare
+        self._ignored -= self.spare | {name for name in self._ignored if ".rotary_emb." in name}
 
-    def judge(self, *, partial: bool) -> None:
+    def judge(self, *, partial: bool, knows_all: bool) -> None:
         """Say what does not fit.
+
+        Args:
+            partial: Whether parameters may be left out.
+            knows_all: Whether what is ignored here is nobody's.
 
         Raises:
             PlanError: Something.
@@ -180,6 +191,8 @@ class _Trial:
                 missing.add(name)
             elif loaded < get_tensor_load_numel(parameter) and not isinstance(layer, VocabParallelEmbedding):
                 incomplete.add(name)
+        if knows_all:
+            self._unknown |= self._ignored
         if self._unchecked:
             missing, incomplete = set(), set()
         if partial:

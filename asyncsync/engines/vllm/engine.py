@@ -75,6 +75,7 @@ class VLLMEngine:
         self._groups: set[str] = set()
         self._epoch = 0
         self._paused_for: int | None = None  # the epoch of the update it is paused for
+        self._paused = False  # by an update, maybe another conductor's
 
     def __repr__(self) -> str:
         return f"<VLLMEngine {self._client!r}: {len(self._ranks.engines)} ranks>"
@@ -100,9 +101,10 @@ class VLLMEngine:
             EngineError: It is asleep, or has no backend of ours.
             ConnectError: Its workers cannot reach this process.
         """
-        await self._check_awake()
         await self._reach()
         status = await self._ranks.describe_engine()
+        self._paused = status.paused
+        await self._check_awake()
         self._epoch = max(self._epoch, status.epoch)
         return status
 
@@ -179,6 +181,8 @@ class VLLMEngine:
 
     async def _pause(self, policy: Policy) -> None:
         mode, clear_cache = PAUSES[policy]
+        self._paused = True
+        await self._ranks.ask_all(lambda _, rank: rank.note_pause(True))
         await self._asked("pause", self._client.pause(mode, clear_cache=clear_cache))
 
     async def _commit(self, order: UpdateOrder) -> None:
@@ -206,11 +210,15 @@ class VLLMEngine:
     async def _resume(self, epoch: int) -> None:
         if epoch == self._epoch:  # else a newer update has paused it meanwhile
             await self._asked("resume", self._client.resume())
-            self._paused_for = None
+            self._paused_for, self._paused = None, False
+            await self._ranks.ask_all(lambda _, rank: rank.note_pause(False))
 
     async def _check_awake(self) -> None:
-        if await self._asked("is_sleeping", self._client.is_sleeping()):
-            raise EngineError("the engine is asleep: wake it up before the update")
+        """Refuse an engine that sleeps. To vLLM, one that is paused does so, too; an update's own pause is none."""
+        if not self._paused and await self._asked("is_sleeping", self._client.is_sleeping()):
+            raise EngineError(
+                "the engine is asleep, or somebody else has paused it: wake it up, or resume it, before the update"
+            )
 
     async def _reach(self) -> None:
         """Have every worker connect, unless all are connected."""
@@ -224,8 +232,11 @@ class VLLMEngine:
             await self._asked("init_weight_transfer_engine", self._client.init_transfer(info))
         except EngineError as error:
             text = str(error)
-            if "not configured" in text or "Invalid init_info" in text or "Invalid weight transfer" in text:
-                error.add_note('start the engine with weight_transfer_config={"backend": "asyncsync"}')
+            if "not configured" in text or "Invalid init_info" in text:
+                raise EngineError(
+                    'the engine has no backend of asyncsync: start it with weight_transfer_config={"backend": '
+                    f'"asyncsync"}} ({text})'
+                ) from error
             raise
         lines = await exchange.all_lines(LINE_TIMEOUT)
         self._ranks = ReceivingRanks([WorkerLine(line) for line in lines])
@@ -292,3 +303,7 @@ class WorkerLine:
         """See :meth:`asyncsync.RolloutEngine.abort_weight_update`."""
         status: EngineStatus = await self._line.call("abort_weight_update", epoch, published)
         return status
+
+    async def note_pause(self, paused: bool) -> None:
+        """Have the worker note that the engine is being paused, or was resumed."""
+        await self._line.call("note_pause", paused)

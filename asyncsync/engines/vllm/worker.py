@@ -77,7 +77,7 @@ class AsyncSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._rank = parallel.data_parallel_index * parallel.world_size + parallel.rank
         self._ranks = parallel.data_parallel_size * parallel.world_size
         prefixes = bool(vllm_config.cache_config.enable_prefix_caching)
-        self._end = WorkerRank(model, device, prefix_caching=prefixes)
+        self._end = WorkerRank(model, device, prefix_caching=prefixes, stages=parallel.pipeline_parallel_size)
         self._control: asyncio.AbstractEventLoop | None = None
         self._answering: set[Future[None]] = set()
 
@@ -130,12 +130,15 @@ class WorkerRank:
         model: What the worker serves.
         device: Where.
         prefix_caching: Whether the engine keeps what prefixes of requests came to.
+        stages: Over how many pipeline stages its layers are spread.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device, *, prefix_caching: bool) -> None:
+    def __init__(self, model: nn.Module, device: torch.device, *, prefix_caching: bool, stages: int = 1) -> None:
         self._model = model
         self._device = device
         self._prefix_caching = prefix_caching
+        self._stages = stages
+        self._paused = False  # by an update, as far as is known here
         self._address = "127.0.0.1"
         self._worker = WorkerThread("asyncsync-receiver")
         self._record = WeightRecord()
@@ -161,7 +164,12 @@ class WorkerRank:
             connections=self._receiver.connections,
             plan_digest=self._layout[0].digest if self._layout else None,
             partial=self._layout is not None and self._layout[1],
+            paused=self._paused,
         )
+
+    async def note_pause(self, paused: bool) -> None:
+        """Note that an update pauses the engine now, or has resumed it: who comes later must be able to tell."""
+        self._paused = paused
 
     async def accept_layout(self, layout: Layout) -> None:
         """See :meth:`asyncsync.RolloutEngine.accept_layout`."""
@@ -171,7 +179,7 @@ class WorkerRank:
         from asyncsync.engines.vllm.check import check_layout  # here: of vLLM's insides, it needs the most
 
         plan = layout.agreed_plan()
-        self._left_out = check_layout(self._model, plan, partial=layout.partial)
+        self._left_out = check_layout(self._model, plan, partial=layout.partial, stages=self._stages)
         return plan
 
     async def open_group(self, rendezvous: Rendezvous) -> Contacts:
