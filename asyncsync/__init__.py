@@ -4,7 +4,17 @@ A weight update is one awaited transaction: see :class:`WeightSynchronizer`.
 """
 
 from asyncsync.cluster import remote
-from asyncsync.engines import EngineGroup, EngineReceipt, GivingEngine, ModuleEngine, RolloutEngine
+from asyncsync.engines import (
+    Completion,
+    CompletionPart,
+    EngineGroup,
+    EngineReceipt,
+    GivingEngine,
+    ModuleEngine,
+    RolloutEngine,
+    TransformersEngine,
+    WeightVersionSpan,
+)
 from asyncsync.errors import (
     AsyncSyncError,
     ClosedError,
@@ -38,6 +48,8 @@ from asyncsync.weights import GatheredWeights
 __all__ = [
     "AsyncSyncError",
     "ClosedError",
+    "Completion",
+    "CompletionPart",
     "ConnectError",
     "Contacts",
     "EngineError",
@@ -69,11 +81,13 @@ __all__ = [
     "TrainerError",
     "TrainerRank",
     "TransferError",
+    "TransformersEngine",
     "UpdateOrder",
     "WeightSynchronizer",
     "WeightUpdate",
     "WeightUpdateError",
     "WeightUpdateTimeoutError",
+    "WeightVersionSpan",
     "memory_saver_guard",
     "remote",
 ]

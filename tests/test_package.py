@@ -38,7 +38,7 @@ DOORS = {
     "torch.distributed": {"transports"},
     "typer": {"cli"},
     "rich": {"cli"},
-    "transformers": {"demo"},
+    "transformers": {"demo", "engines"},
 }
 """Third parties that one module is the door to; cli and demos may start the cluster they run on."""
 
