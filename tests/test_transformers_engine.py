@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import random
 import subprocess
 import sys
 import threading
@@ -15,6 +16,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from typing import Any, Literal
 
+import anyio
 import pytest
 import torch
 
@@ -481,3 +483,48 @@ async def test_a_stream_tells_the_version_of_each_token() -> None:
         assert at == 6  # five, and the step that had begun
         expected = greedy_recomputed(tiny_model(1), tiny_model(2), PROMPTS[0], at, LENGTH)
         assert by_version[1] + by_version[2] == expected
+
+
+@pytest.mark.parametrize("policy", ["abort", "recompute"])
+@pytest.mark.asyncio
+async def test_many_callers_over_many_updates(policy: Policy) -> None:
+    """Each span of each answer is what the model of that version says after what came before."""
+    from transformers import ContinuousBatchingConfig
+
+    draws = random.Random(0)
+    models = {version: tiny_model(version) for version in range(1, 7)}
+    answers: list[tuple[list[int], int, Completion]] = []
+    small = ContinuousBatchingConfig(page_size=4, num_blocks=60, max_batch_tokens=64)
+    async with driven(policy=policy, continuous_batching_config=small) as it:
+
+        async def call() -> None:
+            while True:
+                prompt = draws.choices(range(VOCABULARY), k=draws.choice([1, 5, 30, 70]))
+                n = draws.randrange(1, 60)
+                asked = it.ask(prompt, n)
+                if draws.random() < 0.2:
+                    await asyncio.sleep(0.01)
+                    asked.cancel()
+                    await asyncio.wait([asked])
+                else:
+                    answers.append((prompt, n, await asked))
+
+        async with anyio.create_task_group() as callers:
+            for _ in range(8):
+                callers.start_soon(call)
+            for version in range(2, 7):
+                seen = len(answers)
+                while len(answers) < seen + 5:  # noqa: ASYNC110 - it has no event for a test
+                    await asyncio.sleep(0.001)
+                it.trainer.load_state_dict(models[version].state_dict())
+                await it.synchronizer.update_weights()
+            callers.cancel_scope.cancel()
+    for prompt, n, answer in answers:
+        assert answer.finish_reason == "abort" or len(answer.tokens) == n
+        for span in answer.weight_versions:
+            before = [*prompt, *answer.tokens[: span.start]]
+            assert span.version is not None
+            expected = greedy(models[span.version], before, span.end - span.start)
+            assert list(answer.tokens[span.start : span.end]) == expected
+    if policy == "recompute":
+        assert any(len(answer.weight_versions) > 1 for _, _, answer in answers)

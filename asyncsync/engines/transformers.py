@@ -18,6 +18,7 @@ from asyncsync.engines.module import Generation, ModuleEngine
 from asyncsync.engines.request import Request
 from asyncsync.engines.serving import ServedModule
 from asyncsync.errors import ClosedError
+from asyncsync.shield import CLEANUP_TIMEOUT
 
 MAX_NEW_TOKENS = 64
 
@@ -57,7 +58,7 @@ class _GeneratingModule(ServedModule):
         """End the thread that generates; see :meth:`TransformersEngine.aclose`."""
         self.batched.end(ClosedError("the engine was closed, and generates no more"))
         self.batch.stop_soon()
-        await asyncio.to_thread(self.batch.join)
+        await asyncio.to_thread(self.batch.join, CLEANUP_TIMEOUT)
 
 
 class TransformersEngine(ModuleEngine):
@@ -160,6 +161,6 @@ class TransformersEngine(ModuleEngine):
     async def aclose(self) -> None:
         """Generate no more; in an actor, the end of its process does the same.
 
-        Requests in flight and those that come get a ``ClosedError``. Nothing computes with the model once this returns.
+        Requests in flight and those that come get a ``ClosedError``. Waits for the step that runs, ten seconds at most.
         """
         await self._asyncsync.aclose()
