@@ -447,8 +447,11 @@ def test_the_interpreter_ends_with_an_engine_that_generates(parked: bool) -> Non
 def test_what_is_no_language_model_is_refused() -> None:
     with pytest.raises(ValueError, match="no language model"):
         TransformersEngine(torch.nn.Linear(1, 1))
-    from transformers import GenerationConfig
+    from transformers import CompileConfig, ContinuousBatchingConfig, GenerationConfig
 
+    graphs = ContinuousBatchingConfig(varlen_compile_config=CompileConfig(mode="reduce-overhead"))
+    with pytest.raises(ValueError, match="CUDA graphs"):
+        TransformersEngine(tiny_model(1), continuous_batching_config=graphs)
     config: Any = GenerationConfig
     with pytest.raises(ValueError, match="send the same prompt"):
         TransformersEngine(tiny_model(1), generation_config=config(do_sample=True, num_return_sequences=2))

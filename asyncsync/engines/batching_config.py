@@ -11,6 +11,9 @@ CPU_CACHE_TOKENS = 8192
 CPU_BATCH_TOKENS = 512
 """On a CPU: what transformers takes by itself is most of the machine's memory, for each engine."""
 
+GRAPH_MODES = ("reduce-overhead", "max-autotune")
+"""The modes of ``torch.compile`` that capture CUDA graphs."""
+
 
 def stop_tokens(eos_token_id: int | Sequence[int] | None) -> frozenset[int]:
     """The tokens that end an answer, from all that transformers takes for them."""
@@ -47,6 +50,9 @@ def as_batching_config(model: Any, given: Any, *, staged: bool) -> Any:
         model: The model.
         given: One to start from, or None.
         staged: Whether the model's parameters are pointed elsewhere by an update.
+
+    Raises:
+        ValueError: It asks for compiled code that would go on reading the memory they lay in.
     """
     from transformers import ContinuousBatchingConfig
 
@@ -63,6 +69,12 @@ def as_batching_config(model: Any, given: Any, *, staged: bool) -> Any:
     config.drop_unsupported_processors = False  # not without a word, at least
     if staged:
         config.use_cuda_graph = False
+        for compiled in (config.varlen_compile_config, config.decode_compile_config):
+            if compiled is not None and compiled.mode in GRAPH_MODES:
+                raise ValueError(
+                    f"mode {compiled.mode!r} of torch.compile uses CUDA graphs, which go on reading where the weights "
+                    "lay, and a staged engine's move: use staged=False, or another mode"
+                )
     return config
 
 
