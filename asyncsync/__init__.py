@@ -3,8 +3,12 @@
 A weight update is one awaited transaction: see :class:`WeightSynchronizer`.
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from asyncsync.cluster import remote
 from asyncsync.engines import (
+    CheckedEngine,
     Completion,
     CompletionPart,
     EngineGroup,
@@ -45,8 +49,25 @@ from asyncsync.synchronizer import WeightSynchronizer
 from asyncsync.trainer import TrainerRank
 from asyncsync.weights import GatheredWeights
 
+if TYPE_CHECKING:
+    from asyncsync.engines.vllm import VLLMActor, VLLMEngine
+
+_ON_FIRST_USE = {
+    "VLLMActor": "asyncsync.engines.vllm",
+    "VLLMEngine": "asyncsync.engines.vllm",
+}
+"""What needs more than the library itself does, and where it is."""
+
+
+def __getattr__(name: str) -> Any:
+    if name in _ON_FIRST_USE:
+        return getattr(importlib.import_module(_ON_FIRST_USE[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 __all__ = [
     "AsyncSyncError",
+    "CheckedEngine",
     "ClosedError",
     "Completion",
     "CompletionPart",
@@ -83,6 +104,8 @@ __all__ = [
     "TransferError",
     "TransformersEngine",
     "UpdateOrder",
+    "VLLMActor",
+    "VLLMEngine",
     "WeightSynchronizer",
     "WeightUpdate",
     "WeightUpdateError",

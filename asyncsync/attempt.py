@@ -21,11 +21,13 @@ class Orders:
         all: What is ordered to all; it names no groups.
         sources: What is ordered to each source, in order.
         engines: What is ordered to each engine.
+        checks: For each engine that compares checksums: its own keys, each with the key of the same one at the sources.
     """
 
     all: UpdateOrder
     sources: tuple[UpdateOrder, ...]
     engines: Mapping[Member, UpdateOrder]
+    checks: Mapping[Member, Mapping[str, str]]
 
 
 class Attempt:
@@ -93,6 +95,11 @@ class Attempt:
     def digest(self) -> str:
         """Digest of the whole set of weights that was sent."""
         return joint_digest([receipt.digest for receipt in self.sent])
+
+    @property
+    def checksums(self) -> Mapping[str, str]:
+        """Those that engines asked for, of what was sent."""
+        return {key: checksum for receipt in self.sent for key, checksum in receipt.checksums.items()}
 
     def note_versions(self) -> None:
         """Have the members know what they hold now; one that is as it was holds what it was known to hold."""

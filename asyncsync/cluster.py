@@ -139,7 +139,7 @@ def missing_methods(handle: object, names: tuple[str, ...]) -> list[str]:
     return [name for name in names if not hasattr(getattr(handle, name, None), "remote")]
 
 
-async def call(handle: Any, method: str, *args: Any) -> Any:
+async def call(handle: Any, method: str, *args: Any, **kwargs: Any) -> Any:
     """Await one remote call; if the wait is cancelled, so is the call.
 
     Ray ends only the local wait when the awaiting task is cancelled: the remote call runs on. Async actor methods can
@@ -150,7 +150,7 @@ async def call(handle: Any, method: str, *args: Any) -> Any:
             cause.
         ActorLostError: The actor's process is gone.
     """
-    reference = getattr(handle, method).remote(*args)
+    reference = getattr(handle, method).remote(*args, **kwargs)
     try:
         return await reference
     except asyncio.CancelledError:

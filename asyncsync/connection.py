@@ -19,17 +19,19 @@ import logging
 import secrets
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast
 
 from asyncsync.attempt import Orders
 from asyncsync.buckets import TensorSpec, joint_digest, refuse_rivals
 from asyncsync.clock import UpdateClock
-from asyncsync.engines.base import RolloutEngine
+from asyncsync.engines.base import CheckedEngine, RolloutEngine
 from asyncsync.errors import ConnectError, PlanError
 from asyncsync.fanout import race, settle
 from asyncsync.fleet import Fleet, Member
 from asyncsync.messages import (
     Backend,
+    ChecksumPart,
+    Checksums,
     Contacts,
     EngineStatus,
     Layout,
@@ -37,7 +39,6 @@ from asyncsync.messages import (
     ReadOptions,
     Rendezvous,
     TrainerStatus,
-    Transport,
     UpdateOrder,
     next_epoch,
 )
@@ -68,14 +69,12 @@ class Cohort:
         engines: What identified each engine, with its number of ranks, when it was connected.
         sources: What identified each source.
         backend: Of the groups.
-        transport: Of the groups.
     """
 
     connections: tuple[str, ...]
     engines: Mapping[Member, tuple[str, int]]
     sources: tuple[str, ...]
     backend: Backend
-    transport: Transport
 
     def stands(
         self, sources: Sequence[TrainerStatus], engines: Mapping[Member, EngineStatus], backend: Backend
@@ -130,6 +129,7 @@ class Connection:
         self._plans: tuple[str | None, ...] = (None,) * len(sources.all)
         self._cohorts: tuple[Cohort, ...] = ()
         self._engines: Mapping[Member, EngineStatus] | None = None
+        self._wanted: dict[Member, Checksums] = {}
         self._epoch = 0
 
     def __repr__(self) -> str:
@@ -188,11 +188,18 @@ class Connection:
             base_epoch=base_epoch,
             timeout=clock.limit("transfer"),
         )
+        wanted: dict[tuple[ChecksumPart, ...], str] = {}  # engines that are alike want the same, which is taken once
+        checks = {
+            member: {key: wanted.setdefault(parts, str(len(wanted))) for key, parts in each.items()}
+            for member, each in self._wanted.items()
+        }
+        checksums = {key: parts for parts, key in wanted.items()}
         sources = tuple(
             replace(
                 order,
                 connections=tuple(cohort.connections[number] for cohort in self._cohorts),
                 plan_digest=plan,
+                checksums=checksums,
             )
             for number, plan in enumerate(self._plans)
             if plan is not None
@@ -203,7 +210,7 @@ class Connection:
             for taken in [replace(order, connections=cohort.connections)]
             for member in cohort.engines
         }
-        return Orders(order, sources, received), engines
+        return Orders(order, sources, received, checks), engines
 
     def next_epoch(self, engines: Iterable[EngineStatus]) -> int:
         """An epoch newer than any that these engines have seen."""
@@ -233,9 +240,13 @@ class Connection:
             for member, status in engines.items()
             if not any(member in cohort.engines for cohort in standing)
         }
-        if unacquainted or alone or len(standing) < len(self._cohorts):
+        checking = [member for member, status in engines.items() if status.checks]
+        if unacquainted or alone or checking or len(standing) < len(self._cohorts):
             with clock.phase("connect"):
                 await fleet.all(lambda engine: engine.accept_layout(layout), members=unacquainted)
+                self._wanted = await fleet.all(
+                    lambda engine: cast("CheckedEngine", engine).wanted_checksums(), members=checking
+                )
                 await self._connect(clock, sources, standing, alone, backend)
         return engines
 
@@ -312,28 +323,17 @@ class Connection:
         engines: Mapping[Member, EngineStatus],
         backend: Backend,
     ) -> None:
-        """Make cohorts of engines that are in none, beside those that stand: one for each kind of group."""
+        """Make a cohort of engines that are in none, beside those that stand."""
         gone = [cohort for cohort in self._cohorts if cohort not in standing]
         self._cohorts = tuple(standing)  # until it is: a failed connect must not look like a connection (R13)
         if gone:
             await self._sources_leave([cohort.connections for cohort in gone])
-        for transport in get_args(Transport):
-            if some := {member: status for member, status in engines.items() if status.transport == transport}:
-                await self._connect_cohort(clock, sources, some, backend, transport)
-
-    async def _connect_cohort(
-        self,
-        clock: UpdateClock,
-        sources: Sequence[TrainerStatus],
-        engines: Mapping[Member, EngineStatus],
-        backend: Backend,
-        transport: Transport,
-    ) -> None:
+        if not engines:
+            return
         connections = tuple(secrets.token_hex(16) for _ in sources)
         rendezvous = Rendezvous(
             connection="",
             backend=backend,
-            transport=transport,
             rank=0,
             world_size=1 + sum(status.world_size for status in engines.values()),
             join_timeout=min(JOIN_TIMEOUT, clock.limit("connect")),
@@ -347,7 +347,7 @@ class Connection:
             await shielded(self._leave(connections, engines))
             raise
         identities = {member: _identity(status) for member, status in engines.items()}
-        self._cohorts += (Cohort(connections, identities, _identities(sources), backend, transport),)
+        self._cohorts += (Cohort(connections, identities, _identities(sources), backend),)
         _log.debug("connected %d engines to %d sources over %s", len(engines), len(sources), backend)
 
     async def _form(self, source: Source, engines: Mapping[Member, EngineStatus], rendezvous: Rendezvous) -> None:

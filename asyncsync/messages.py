@@ -16,6 +16,7 @@ from typing import Literal, TypeAlias
 import torch
 
 from asyncsync.buckets import Plan, TensorSpec, join_plans, plan_buckets
+from asyncsync.errors import PlanError
 from asyncsync.shards import Block, Holding
 
 PROTOCOL_VERSION = 2
@@ -27,10 +28,6 @@ NameMap: TypeAlias = Callable[[str], str | None]
 """From the trainer's name of a tensor to the engines'; None leaves the tensor out."""
 
 Backend: TypeAlias = Literal["gloo", "nccl"]
-
-Transport: TypeAlias = Literal["asyncsync", "torch"]
-"""What kind of group: one whose members meet over the control plane; or one that engines join by themselves, which
-meet at a store of torch's that the source holds."""
 
 Contacts: TypeAlias = dict[str, bytes]
 """What a group's members must know to reach others of them; made and read by the transport alone."""
@@ -45,6 +42,24 @@ _RANDOM_BITS = 32
 def next_epoch(newest: int) -> int:
     """An epoch newer than any that is known, and nobody else's."""
     return ((newest >> _RANDOM_BITS) + 1) << _RANDOM_BITS | secrets.randbits(_RANDOM_BITS)
+
+
+@dataclass(frozen=True, slots=True)
+class ChecksumPart:
+    """A part of what a checksum is taken of.
+
+    Attributes:
+        name: A tensor of the layout, under its own name.
+        block: Which part of it; None: all.
+    """
+
+    name: str
+    block: Block | None = None
+
+
+Checksums: TypeAlias = Mapping[str, tuple[ChecksumPart, ...]]
+"""What checksums are wanted, by key: each is the sha256 of the parts' bytes, row-major, one behind the other; of that,
+the first 16 hex digits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +106,19 @@ class Layout:
         whole = self.whole_tensors
         return join_plans([plan_buckets(specs, self.bucket_size, whole_tensors=whole) for specs in self.parts])
 
+    def agreed_plan(self) -> Plan:
+        """Plan it, and compare with what the trainer has planned (R10).
+
+        Raises:
+            PlanError: Two tensors have the same name, or the two ends cut buckets differently.
+        """
+        plan = self.plan()
+        if plan.digest != self.digest:
+            raise PlanError(
+                "trainer and engine plan the same tensors differently: install the same version of asyncsync at both"
+            )
+        return plan
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerStatus:
@@ -133,7 +161,6 @@ class EngineStatus:
         device: Device type of its weights.
         staged: Whether it holds new weights beside the old until the commit.
         whole_tensors: Whether it can take buckets only of whole tensors, of one dtype each.
-        transport: What kind of group it joins.
         policies: What it can do with requests in flight.
         cannot: Why it cannot do others, where that can be changed.
         world_size: How many ranks of it receive.
@@ -149,6 +176,7 @@ class EngineStatus:
         holds: What it holds whole, of all that any synchronizer has brought it: the digest of the weights, by the
             layout they came in.
         gives: Whether it can give its weights to other engines (:class:`asyncsync.GivingEngine`).
+        checks: Whether it can compare what it has loaded with the trainer's (:class:`asyncsync.CheckedEngine`).
         control_group: Whether its control calls are answered while its other methods run.
     """
 
@@ -156,7 +184,6 @@ class EngineStatus:
     device: str
     staged: bool
     whole_tensors: bool = False
-    transport: Transport = "asyncsync"
     policies: tuple[Policy, ...] = ("drain",)
     cannot: Mapping[Policy, str] = field(default_factory=dict)
     world_size: int = 1
@@ -170,6 +197,7 @@ class EngineStatus:
     shards: Mapping[str, tuple[tuple[int, ...], Block]] = field(default_factory=dict)
     holds: Mapping[str, str] = field(default_factory=dict)
     gives: bool = False
+    checks: bool = False
     control_group: bool = True
 
 
@@ -180,7 +208,6 @@ class Rendezvous:
     Attributes:
         connection: Its name, random and never used again: who does not know it cannot join.
         backend: Chosen once, for all ends (R10).
-        transport: What kind of group it is.
         rank: This member's rank (its first, if it has several); the source is rank 0.
         source: Which of several sources that is. An engine is in one group of each at a time. :data:`PEER`: it is an
             engine that gives its weights to others.
@@ -199,7 +226,6 @@ class Rendezvous:
     join_timeout: float
     operation_timeout: float
     source: int = 0
-    transport: Transport = "asyncsync"
     shards_of: int | None = None
     protocol: int = PROTOCOL_VERSION
 
@@ -218,6 +244,7 @@ class UpdateOrder:
         base_epoch: The attempt that made the published version; "changed" is told against it.
         timeout: Seconds after which to give it up, should the conductor be gone.
         shards: Common part of the names of the groups that shards come through, if any do.
+        checksums: To a source: what engines want checksums of.
     """
 
     epoch: int
@@ -228,6 +255,7 @@ class UpdateOrder:
     base_epoch: int | None
     timeout: float
     shards: str | None = None
+    checksums: Checksums = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,6 +269,7 @@ class SendReceipt:
         buckets: Buckets sent.
         nbytes: Bytes of the tensors.
         nbytes_changed: Bytes of those that differ.
+        checksums: Those that the order named, by key.
     """
 
     digest: str
@@ -249,3 +278,4 @@ class SendReceipt:
     buckets: int
     nbytes: int
     nbytes_changed: int
+    checksums: Mapping[str, str] = field(default_factory=dict)

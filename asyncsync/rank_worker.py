@@ -19,6 +19,7 @@ from torch import Tensor
 
 from asyncsync import cluster
 from asyncsync.buckets import Plan, replan
+from asyncsync.checksums import Witness
 from asyncsync.digests import Digests
 from asyncsync.errors import ConnectError, OutOfStepError, TransferError
 from asyncsync.gathering import CallGathering, ShardGathering, bring_shards, take_part
@@ -248,14 +249,17 @@ class RankWorker:
                 async with self._guard() as guarded:
                     try:
                         stop = threading.Event()
+                        witness = Witness(plan, order.checksums) if order.checksums else None
                         digests = await guarded.run(
-                            self._send, order.epoch, links, plan, snapshot, stop, on_cancel=stop.set
+                            self._send, order.epoch, links, plan, snapshot, stop, witness, on_cancel=stop.set
                         )
                     except BaseException:
                         await shielded(guarded.run(self._close_links))
                         raise
                 sending.done = True
-                return None if digests is None else await self._hasher.run(self._receipt, order, plan, digests)
+                if digests is None:
+                    return None
+                return await self._hasher.run(self._receipt, order, plan, digests, witness)
         finally:
             if not sending.done:
                 self._bucket_sender.forget()
@@ -284,7 +288,15 @@ class RankWorker:
             shards[rank] = link
         return _Links(engines, self._shards, shards)
 
-    def _send(self, epoch: int, links: _Links, plan: Plan, snapshot: Snapshot, stop: threading.Event) -> Digests | None:
+    def _send(
+        self,
+        epoch: int,
+        links: _Links,
+        plan: Plan,
+        snapshot: Snapshot,
+        stop: threading.Event,
+        witness: Witness | None,
+    ) -> Digests | None:
         """This rank's part of sending every bucket; None if another rank is the source."""
         is_source = bool(links.engines)
         if snapshot.gather is not None:
@@ -294,7 +306,7 @@ class RankWorker:
                 return None
             gathering = CallGathering(plan, snapshot.gather)
             try:
-                return self._bucket_sender.send(plan, gathering, links.engines, stop)
+                return self._bucket_sender.send(plan, gathering, links.engines, stop, witness)
             finally:
                 if self._gathers_with_others:
                     gathering.finish()
@@ -307,9 +319,9 @@ class RankWorker:
                 bring_shards(links.plan, self._rank, *held, links.shards[self._rank], self._messages, stop)
                 return None
             filler = ShardGathering(links.plan, *held, links.shards, self._messages)
-        return self._bucket_sender.send(plan, filler, links.engines, stop)
+        return self._bucket_sender.send(plan, filler, links.engines, stop, witness)
 
-    def _receipt(self, order: UpdateOrder, plan: Plan, digests: Digests) -> SendReceipt:
+    def _receipt(self, order: UpdateOrder, plan: Plan, digests: Digests, witness: Witness | None) -> SendReceipt:
         if self._sent is not None and self._sent[0] == order.base_epoch:
             self._published = self._sent
         changed = np.ones(len(plan.specs), dtype=bool)
@@ -325,6 +337,7 @@ class RankWorker:
             buckets=len(plan.buckets),
             nbytes=plan.nbytes,
             nbytes_changed=sum(plan.specs[index].nbytes for index in np.flatnonzero(changed)),
+            checksums=witness.result() if witness else {},
         )
 
     async def abort_send(self, epoch: int) -> None:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from asyncsync.buckets import Bucket, Plan
+from asyncsync.checksums import Witness
 from asyncsync.digests import Digests, StreamingDigests
 from asyncsync.errors import TransferError
 from asyncsync.packing import hash_bucket, in_place, pack
@@ -87,7 +88,14 @@ class Sender:
         self._hasher = hasher
         self._buffers: list[Tensor] = []
 
-    def send(self, plan: Plan, filler: Filler, links: Sequence[Link], stop: threading.Event) -> Digests:
+    def send(
+        self,
+        plan: Plan,
+        filler: Filler,
+        links: Sequence[Link],
+        stop: threading.Event,
+        witness: Witness | None = None,
+    ) -> Digests:
         """Fill, send and hash every bucket: one while others are on their way. Blocks.
 
         Args:
@@ -95,6 +103,7 @@ class Sender:
             filler: Where the bytes come from.
             links: Where they go: every bucket over each of them. All on the same type of device.
             stop: Ends it, from another thread.
+            witness: Takes every bucket as well, on the hashing thread.
 
         Raises:
             TransferError: A bucket did not arrive, or it was stopped.
@@ -124,7 +133,7 @@ class Sender:
                 flat = kept(self._buffers, buffer, plan.largest_bucket, device)[: bucket.nbytes]
                 filler.fill(bucket, flat, stop)
             handles = [link.start_send(flat) for link in links]
-            hashed = self._hasher.submit(hash_bucket, plan, bucket, flat, digests)
+            hashed = self._hasher.submit(_hash, plan, bucket, flat, digests, witness)
             on_the_way.append(_Sent(bucket, handles, hashed, buffer))
             if following is not None:
                 filler.expect(following)
@@ -135,6 +144,12 @@ class Sender:
     def forget(self) -> None:
         """Never use the buffers again: an operation that was abandoned may still read them."""
         self._buffers = []
+
+
+def _hash(plan: Plan, bucket: Bucket, flat: Tensor, digests: StreamingDigests, witness: Witness | None) -> None:
+    hash_bucket(plan, bucket, flat, digests)
+    if witness is not None:
+        witness.add(bucket, flat)
 
 
 @dataclass(frozen=True, slots=True)

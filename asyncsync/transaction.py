@@ -16,7 +16,7 @@ import anyio
 from asyncsync.attempt import Attempt
 from asyncsync.catch_up import Published
 from asyncsync.clock import UpdateClock
-from asyncsync.engines.base import EngineReceipt
+from asyncsync.engines.base import CheckedEngine, EngineReceipt
 from asyncsync.errors import LockTimeoutError, OutOfStepError, TransferError, WeightUpdateTimeoutError
 from asyncsync.fanout import beside, race, settle
 from asyncsync.fleet import Member, combine_errors
@@ -177,9 +177,22 @@ class Transaction:
         """Switch every engine to the new version, and publish it, last of all (R3)."""
         with self._clock.phase("finish"):
             await self._attempt.fleet.all(lambda engine: engine.finish_weight_update(self._attempt.order))
+        if self._attempt.orders.checks:
+            with self._clock.phase("check"):
+                await self._check()
         for member in self._attempt.fleet.members:
             self._attempt.record(member, EngineState.UPDATED, weight_version=self._order.version)
         self._publish()
+
+    async def _check(self) -> None:
+        """Have those that have loaded by themselves compare what they hold with what was sent (R12)."""
+        sent, wanted = self._attempt.checksums, self._attempt.orders.checks
+
+        def check(member: Member) -> Awaitable[None]:
+            own = {key: sent[name] for key, name in wanted[member].items() if name in sent}
+            return member.call(lambda engine: cast("CheckedEngine", engine).compare_checksums(self._order.epoch, own))
+
+        await race({member: check(member) for member in wanted})
 
     def _publish(self) -> None:
         self._attempt.note_versions()  # at once: between the two, no engine would hold the published version

@@ -332,7 +332,7 @@ async def test_a_rank_that_is_gone_is_named_and_the_others_do_not_serve(rank: in
 
 
 async def test_a_rank_that_does_not_answer_the_clean_up_counts_as_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncsync.engines.group.ABORT_TIMEOUT", 0.2)
+    monkeypatch.setattr("asyncsync.engines.ranks.ABORT_TIMEOUT", 0.2)
     async with one_group() as (_, group, synchronizer):
         group[0].before["receive_weights"] = failing(OSError("no"))
         group[1].before["abort_weight_update"] = asyncio.Event().wait  # type: ignore[assignment]

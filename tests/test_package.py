@@ -19,12 +19,12 @@ PACKAGE = Path(asyncsync.__file__).parent
 FLOORS = (
     {"errors", "report"},
     {"shield", "threads", "digests", "buckets", "packing", "shards", "clock", "fanout", "coalesce", "lock", "guard"},
-    {"weights", "messages", "cluster", "transports", "sending", "gathering"},
+    {"weights", "messages", "checksums", "cluster", "transports", "sending", "gathering"},
     {"engines", "rank_worker", "trainer", "trainer_group", "shared_lock"},
     {"fleet", "membership", "sources", "attempt", "connection", "catch_up", "transaction"},
     {"synchronizer"},
     {"__init__"},
-    {"demo"},
+    {"demo", "testing"},
     {"cli"},
     {"__main__"},
 )
@@ -39,6 +39,9 @@ DOORS = {
     "typer": {"cli"},
     "rich": {"cli"},
     "transformers": {"demo", "engines"},
+    "vllm": {"engines"},
+    "httpx": {"engines"},
+    "msgspec": {"engines"},
 }
 """Third parties that one module is the door to; cli and demos may start the cluster they run on."""
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from asyncsync.messages import Contacts, EngineStatus, Layout, Policy, Rendezvous, UpdateOrder
+from asyncsync.messages import Checksums, Contacts, EngineStatus, Layout, Policy, Rendezvous, UpdateOrder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,19 +20,8 @@ class EngineReceipt:
     digest: str
 
 
-@runtime_checkable
-class RolloutEngine(Protocol):
-    """An engine as the conductor sees it: the steps of a weight update, each one awaited call.
-
-    The first time, and after any failure, the conductor calls ``describe_engine``, then ``accept_layout``,
-    ``open_group`` and ``join_group`` if something is new. An update of staged engines is ``receive_weights`` and
-    ``finish_weight_update``; one of in-place engines ``pause_generation``, ``receive_weights``,
-    ``finish_weight_update`` and ``resume_generation``. After a failure it calls ``abort_weight_update`` instead of
-    finishing. Every call must be answered while another is running, and while the engine generates.
-
-    Every call may be cancelled. Every call with an epoch older than the newest the engine has seen must be refused
-    with an :class:`~asyncsync.errors.OutOfStepError`, and change nothing.
-    """
+class WeightReceiver(Protocol):
+    """What takes weights and holds them, a whole engine or a rank of one: the part of an update that moves bytes."""
 
     async def describe_engine(self) -> EngineStatus:
         """Say who and how it is; changes nothing."""
@@ -68,24 +58,12 @@ class RolloutEngine(Protocol):
         """Leave a group, joined or only opened; no error if it is in another, or in none."""
         ...
 
-    async def pause_generation(self, epoch: int, policy: Policy) -> None:
-        """Hold back new requests, and deal with those in flight as the policy says; return when none runs."""
-        ...
-
     async def receive_weights(self, order: UpdateOrder) -> EngineReceipt:
         """Take every bucket: beside the weights it serves if it is staged, over them if not.
 
         Raises:
             OutOfStepError: The order's group, layout or epoch is not this engine's (any more). Nothing changed.
             TransferError: Something did not arrive. A staged engine serves on; an in-place one is tainted.
-        """
-        ...
-
-    async def finish_weight_update(self, order: UpdateOrder) -> None:
-        """Make what was received the weights it serves. Called once an update.
-
-        An engine that is paused stays so. One that is not (it must be staged) holds generation back by itself, as the
-        order's policy says, switches, drops caches computed under other weights, and serves again.
         """
         ...
 
@@ -99,6 +77,33 @@ class RolloutEngine(Protocol):
 
         Returns:
             How it is now: tainted, if weights it served were overwritten in part, or if it is behind.
+        """
+        ...
+
+
+@runtime_checkable
+class RolloutEngine(WeightReceiver, Protocol):
+    """An engine as the conductor sees it: the steps of a weight update, each one awaited call.
+
+    The first time, and after any failure, the conductor calls ``describe_engine``, then ``accept_layout``,
+    ``open_group`` and ``join_group`` if something is new. An update of staged engines is ``receive_weights`` and
+    ``finish_weight_update``; one of in-place engines ``pause_generation``, ``receive_weights``,
+    ``finish_weight_update`` and ``resume_generation``. After a failure it calls ``abort_weight_update`` instead of
+    finishing. Every call must be answered while another is running, and while the engine generates.
+
+    Every call may be cancelled. Every call with an epoch older than the newest the engine has seen must be refused
+    with an :class:`~asyncsync.errors.OutOfStepError`, and change nothing.
+    """
+
+    async def pause_generation(self, epoch: int, policy: Policy) -> None:
+        """Hold back new requests, and deal with those in flight as the policy says; return when none runs."""
+        ...
+
+    async def finish_weight_update(self, order: UpdateOrder) -> None:
+        """Make what was received the weights it serves. Called once an update.
+
+        An engine that is paused stays so. One that is not (it must be staged) holds generation back by itself, as the
+        order's policy says, switches, drops caches computed under other weights, and serves again.
         """
         ...
 
@@ -126,5 +131,25 @@ class GivingEngine(RolloutEngine, Protocol):
         Raises:
             OutOfStepError: It does not serve that version, or is not in the group. Nothing was sent.
             TransferError: The bytes did not arrive.
+        """
+        ...
+
+
+class CheckedEngine(RolloutEngine, Protocol):
+    """An engine that receives by itself, and can tell what it has loaded, as its status says (``checks``)."""
+
+    async def wanted_checksums(self) -> Checksums:
+        """What it wants the trainer's checksums of, to compare; of the layout that it has accepted last."""
+        ...
+
+    async def compare_checksums(self, epoch: int, checksums: Mapping[str, str]) -> None:
+        """Compare what it has loaded with what was sent. Called when all have finished, before any is resumed.
+
+        Args:
+            epoch: The update's.
+            checksums: Those of what was sent, by the keys that it named.
+
+        Raises:
+            TransferError: Something differs, by name. The engine is tainted.
         """
         ...

@@ -80,11 +80,7 @@ def bind(module: nn.Module, layout: Layout) -> Binding:
         PlanError: The two ends cut buckets differently; or names are unknown or missing (missing ones are fine if the
             layout is partial); or shapes or dtypes differ; or two tensors would go to memory that the module ties.
     """
-    plan = layout.plan()
-    if plan.digest != layout.digest:
-        raise PlanError(
-            "trainer and engine plan the same tensors differently: install the same version of asyncsync at both"
-        )
+    plan = layout.agreed_plan()
     found = module_tensors(module)
     boxes = Boxes()
     held = {name: hold(name, tensor, boxes) for name, tensor in found.items()}

@@ -59,15 +59,19 @@ class Receiver:
     Args:
         record: What the engine knows of its weights.
         worker: The engine's worker thread.
+        address: Gives this node's own address, by which others reach it.
 
     Attributes:
         seats: Its places in groups, by source.
         session: The update that is being received, or waits to be taken into service.
     """
 
-    def __init__(self, record: WeightRecord, worker: WorkerThread) -> None:
+    def __init__(
+        self, record: WeightRecord, worker: WorkerThread, address: Callable[[], str] = cluster.node_address
+    ) -> None:
         self._record = record
         self._worker = worker
+        self._address = address
         self.seats: dict[int, Seat] = {}
         self.session: Session | None = None
 
@@ -82,7 +86,7 @@ class Receiver:
     async def open_group(self, rendezvous: Rendezvous) -> Contacts:
         """See :meth:`asyncsync.RolloutEngine.open_group`."""
         seat = self.seats.setdefault(rendezvous.source, Seat(self._guard))
-        return await seat.open(rendezvous, address=cluster.node_address())
+        return await seat.open(rendezvous, address=self._address())
 
     async def join_group(self, connection: str, contacts: Contacts) -> None:
         """See :meth:`asyncsync.RolloutEngine.join_group`."""
@@ -157,15 +161,15 @@ class Receiver:
         what = "was aborted" if scope.deadline > anyio.current_time() else "took too long"
         raise TransferError(f"receiving the weights of update {order.version} {what}")
 
-    def received(self, order: UpdateOrder) -> Session:
-        """The update that was received on this order, and is to be taken into service.
+    def received(self, epoch: int) -> Session:
+        """The update that was received in an epoch, and is to be taken into service.
 
         Raises:
             EngineError: There is none.
         """
         session = self.session
-        if session is None or session.order.epoch != order.epoch or not session.received:
-            raise EngineError(f"there is no received update of epoch {order.epoch} to finish")
+        if session is None or session.order.epoch != epoch or not session.received:
+            raise EngineError(f"there is no received update of epoch {epoch} to finish")
         return session
 
     def take(self, session: Session) -> None:

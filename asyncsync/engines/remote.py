@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from asyncsync import cluster
-from asyncsync.engines.base import EngineReceipt, RolloutEngine
+from asyncsync.engines.base import EngineReceipt, RolloutEngine, WeightReceiver
 from asyncsync.messages import Contacts, EngineStatus, Layout, Policy, Rendezvous, UpdateOrder
 
-ENGINE_METHODS = tuple(name for name in vars(RolloutEngine) if not name.startswith("_"))
+ENGINE_METHODS = tuple(
+    name for protocol in (WeightReceiver, RolloutEngine) for name in vars(protocol) if not name.startswith("_")
+)
 """The names of the protocol's methods."""
 
 

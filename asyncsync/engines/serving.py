@@ -148,7 +148,7 @@ class ServedModule:
 
     async def finish_weight_update(self, order: UpdateOrder) -> None:
         """See :meth:`asyncsync.RolloutEngine.finish_weight_update`."""
-        session = self.receiver.received(order)
+        session = self.receiver.received(order.epoch)
         if self._paused_for == order.epoch:  # else a pause that an earlier update left behind ends here
             await self._worker.run(self._commit, session)
             return

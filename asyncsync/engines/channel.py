@@ -1,0 +1,346 @@
+"""A line to a rank that lives inside another program's process: calls there, answers back, over one TCP connection.
+
+Real engines run ranks in worker processes of their own, which their API reaches only between two steps of generation.
+An update's calls must be answered while the engine generates, loads or hangs, so each rank keeps a connection of its
+own to whoever conducts it. The rank connects, to an address and with a token that came in through the engine's API.
+
+Messages are msgpack, each behind its length, decoded into the very dataclasses that are expected and nothing else: no
+side can make the other run anything but the calls of :data:`CALLS`. This module and its neighbours for vLLM are the
+only users of ``msgspec``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import secrets
+import struct
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import msgspec
+import torch
+
+from asyncsync import errors
+from asyncsync.engines.base import EngineReceipt
+from asyncsync.errors import AsyncSyncError, ConnectError, EngineError, PlanError
+from asyncsync.messages import PROTOCOL_VERSION, Contacts, EngineStatus, Layout, Rendezvous, UpdateOrder
+
+T = TypeVar("T")
+
+CALLS: Mapping[str, tuple[Any, Any]] = {
+    "describe_engine": (tuple[()], EngineStatus),
+    "accept_layout": (tuple[Layout], None),
+    "open_group": (tuple[Rendezvous], Contacts),
+    "join_group": (tuple[str, Contacts], None),
+    "leave_group": (tuple[str], None),
+    "receive_weights": (tuple[UpdateOrder], EngineReceipt),
+    "abort_weight_update": (tuple[int, int | None], EngineStatus),
+}
+"""The calls that a rank answers: what they take, and what they return."""
+
+HELLO_TIMEOUT = 5.0
+"""Seconds within which who connects must say who it is."""
+
+MAX_MESSAGE = 2**30
+"""Bytes that a message may have at the most."""
+
+_LENGTH = struct.Struct("!I")
+_ERRORS: Mapping[str, type[AsyncSyncError]] = {
+    kind.__name__: kind
+    for kind in vars(errors).values()
+    if isinstance(kind, type) and issubclass(kind, AsyncSyncError) and kind is not errors.EngineErrorGroup
+}
+_log = logging.getLogger("asyncsync")
+
+
+class Hello(msgspec.Struct, frozen=True, kw_only=True):
+    """The first message of a rank."""
+
+    token: str
+    rank: int
+    ranks: int
+    protocol: int = PROTOCOL_VERSION
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """A call, or the end of one: without a method, the call of that number is cancelled."""
+
+    number: int
+    method: str = ""
+    arguments: bytes = b""
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """What a call came to: a value, or the error's class, text and names."""
+
+    number: int
+    value: bytes = b""
+    error: str | None = None
+    message: str = ""
+    names: tuple[str, ...] = ()
+
+
+def _to_wire(value: object) -> object:
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    raise NotImplementedError(f"{type(value).__name__} is not sent")
+
+
+def _from_wire(kind: type, value: object) -> object:
+    if kind is torch.dtype and isinstance(value, str) and isinstance(dtype := getattr(torch, value, None), torch.dtype):
+        return dtype
+    raise NotImplementedError(f"{value!r} is no {kind.__name__}")
+
+
+def encode(value: object) -> bytes:
+    """A value as msgpack."""
+    return msgspec.msgpack.encode(value, enc_hook=_to_wire)
+
+
+def decode(data: bytes, kind: type[T]) -> T:
+    """A value of a kind.
+
+    Raises:
+        msgspec.ValidationError: It is something else.
+    """
+    value: T = msgspec.msgpack.decode(data, type=kind, dec_hook=_from_wire)
+    return value
+
+
+async def _read(reader: asyncio.StreamReader, kind: type[T]) -> T:
+    (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+    if length > MAX_MESSAGE:
+        raise EngineError(f"a message of {length} bytes")
+    return decode(await reader.readexactly(length), kind)
+
+
+def _write(writer: asyncio.StreamWriter, message: object) -> None:
+    data = encode(message)
+    writer.write(_LENGTH.pack(len(data)) + data)
+
+
+class Line:
+    """The conductor's end: calls one rank.
+
+    Args:
+        hello: What the rank said.
+        reader: From the rank.
+        writer: To it.
+
+    Attributes:
+        rank: Which of the engine's ranks it is.
+        ranks: How many there are.
+    """
+
+    def __init__(self, hello: Hello, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.rank = hello.rank
+        self.ranks = hello.ranks
+        self._reader, self._writer = reader, writer
+        self._numbers = itertools.count()
+        self._waiting: dict[int, asyncio.Future[Answer]] = {}
+        self._listening = asyncio.ensure_future(self._listen())
+
+    def __repr__(self) -> str:
+        return f"<Line to rank {self.rank} of {self.ranks}: {'open' if self.is_open else 'broken'}>"
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the rank can be called."""
+        return not self._listening.done()
+
+    async def call(self, method: str, *arguments: Any) -> Any:
+        """Call the rank; cancelled, the call is cancelled there as well.
+
+        Raises:
+            AsyncSyncError: What the rank raised.
+            EngineError: It is gone, or raised something else.
+        """
+        number = next(self._numbers)
+        encoded = await asyncio.to_thread(encode, arguments) if method == "accept_layout" else encode(arguments)
+        self._check_open()
+        answer = self._waiting[number] = asyncio.get_running_loop().create_future()
+        try:
+            _write(self._writer, Request(number=number, method=method, arguments=encoded))
+            found = await answer
+        except asyncio.CancelledError:
+            if self.is_open:
+                _write(self._writer, Request(number=number))
+            raise
+        finally:
+            del self._waiting[number]
+        if found.error is not None:
+            raise _as_error(found)
+        kind = CALLS[method][1]
+        return None if kind is None else decode(found.value, kind)
+
+    def _check_open(self) -> None:
+        if not self.is_open:
+            raise EngineError(f"rank {self.rank} is gone: its connection broke")
+
+    async def _listen(self) -> None:
+        try:
+            while True:
+                answer = await _read(self._reader, Answer)
+                if (waiting := self._waiting.get(answer.number)) is not None and not waiting.done():
+                    waiting.set_result(answer)
+        except (OSError, asyncio.IncompleteReadError, msgspec.ValidationError, EngineError) as error:
+            gone = f"rank {self.rank} is gone: its connection broke"
+            _log.info("%s: %s", gone, error)
+        finally:
+            self._writer.close()
+            for waiting in self._waiting.values():
+                if not waiting.done():
+                    waiting.set_exception(EngineError(f"rank {self.rank} is gone: its connection broke"))
+
+    def close(self) -> None:
+        """Hang up. Does not wait."""
+        self._listening.cancel()
+        self._writer.close()
+
+
+def _as_error(answer: Answer) -> AsyncSyncError:
+    kind = _ERRORS.get(answer.error or "")
+    if kind is None:
+        return EngineError(f"{answer.error}: {answer.message}")
+    return PlanError(answer.message, names=answer.names) if kind is PlanError else kind(answer.message)
+
+
+class Exchange:
+    """Where the ranks of one engine connect to.
+
+    Args:
+        address: Where this process is reached from theirs.
+
+    Attributes:
+        address: Where it listens.
+        token: What a rank must know.
+    """
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self.token = secrets.token_hex(16)
+        self._lines: dict[int, Line] = {}
+        self._changed = asyncio.Event()
+        self._server: asyncio.Server | None = None
+
+    def __repr__(self) -> str:
+        return f"<Exchange at {self.address}: {len(self._lines)} ranks>"
+
+    @property
+    def lines(self) -> list[Line]:
+        """The lines to all ranks, in order; empty unless every one is open."""
+        lines = [line for _, line in sorted(self._lines.items())]
+        whole = bool(lines) and len(lines) == lines[0].ranks and all(line.is_open for line in lines)
+        return lines if whole else []
+
+    async def open(self) -> int:
+        """Listen.
+
+        Returns:
+            The port.
+
+        Raises:
+            ConnectError: It cannot.
+        """
+        if self._server is None:
+            try:
+                self._server = await asyncio.start_server(self._connected, self.address, 0)
+            except OSError as error:
+                raise ConnectError(f"cannot listen at {self.address} for the engine's ranks: {error}") from error
+        port: int = self._server.sockets[0].getsockname()[1]
+        return port
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            async with asyncio.timeout(HELLO_TIMEOUT):
+                hello = await _read(reader, Hello)
+            if not secrets.compare_digest(hello.token, self.token):
+                raise ConnectError("a stranger connected, who does not know the token")
+            if hello.protocol != PROTOCOL_VERSION:
+                raise ConnectError(
+                    f"rank {hello.rank} speaks asyncsync protocol {hello.protocol}, not {PROTOCOL_VERSION}"
+                )
+        except (OSError, TimeoutError, asyncio.IncompleteReadError, msgspec.ValidationError, AsyncSyncError) as error:
+            _log.warning("a connection was refused: %s", error)
+            writer.close()
+            return
+        if (old := self._lines.get(hello.rank)) is not None:
+            old.close()
+        self._lines[hello.rank] = Line(hello, reader, writer)
+        self._changed.set()
+
+    async def all_lines(self, timeout: float) -> list[Line]:
+        """The lines to all ranks, in order, once they have connected.
+
+        Raises:
+            ConnectError: They did not, in time.
+        """
+        try:
+            async with asyncio.timeout(timeout):
+                while not self.lines:
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError as error:
+            raise ConnectError(
+                f"the engine's ranks did not connect to {self.address} within {timeout:.3g} s: can they reach it?"
+            ) from error
+        return self.lines
+
+    def close(self) -> None:
+        """Hang up, and listen no more. Does not wait."""
+        for line in self._lines.values():
+            line.close()
+        if self._server is not None:
+            self._server.close()
+
+
+async def answer_calls(
+    rank: object, hello: Hello, address: str, port: int, connected: Callable[[str], None] = lambda address: None
+) -> None:
+    """The rank's end: connect, and answer calls until the other side hangs up.
+
+    Args:
+        rank: Has the methods of :data:`CALLS`.
+        hello: Who it is.
+        address: Where the conductor listens.
+        port: Its port there.
+        connected: Told the address by which the conductor's machine sees this one.
+
+    Raises:
+        OSError: The conductor cannot be reached.
+    """
+    reader, writer = await asyncio.open_connection(address, port)
+    connected(writer.get_extra_info("sockname")[0])
+    running: dict[int, asyncio.Task[None]] = {}
+
+    async def answer(request: Request) -> None:
+        try:
+            kind, returns = CALLS[request.method]
+            value = await getattr(rank, request.method)(*decode(request.arguments, kind))
+            said = Answer(number=request.number, value=b"" if returns is None else encode(value))
+        except Exception as error:  # noqa: BLE001 - whatever it is, the caller is to hear it
+            names = error.names if isinstance(error, PlanError) else ()
+            said = Answer(number=request.number, error=type(error).__name__, message=str(error), names=tuple(names))
+        finally:
+            del running[request.number]
+        _write(writer, said)
+
+    try:
+        _write(writer, hello)
+        while True:
+            request = await _read(reader, Request)
+            if request.method:
+                running[request.number] = asyncio.ensure_future(answer(request))
+            elif (task := running.get(request.number)) is not None:
+                task.cancel()
+    except (asyncio.IncompleteReadError, ConnectionError):
+        pass  # the conductor has hung up
+    finally:
+        for task in list(running.values()):
+            task.cancel()
+        writer.close()
+        with suppress(OSError):
+            await writer.wait_closed()

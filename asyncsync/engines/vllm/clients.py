@@ -1,0 +1,298 @@
+"""The ways to a vLLM engine: an ``AsyncLLM`` in this process, a Ray actor that holds one, vLLM's HTTP server.
+
+Each offers the same few calls, under our words; the names and forms on the other side are vLLM's.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+from urllib.parse import urlsplit
+
+from asyncsync import cluster
+from asyncsync.errors import EngineError
+
+if TYPE_CHECKING:
+    import httpx
+
+PauseMode = Literal["abort", "wait", "keep"]
+
+LOOPBACK = "127.0.0.1"
+
+
+class VLLMClient(Protocol):
+    """What an update asks of the engine as a whole. Every call may raise whatever the way there raises."""
+
+    def address(self) -> str:
+        """Where the engine's processes reach this one."""
+        ...
+
+    async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
+        """Hold back new requests; ``wait`` for those in flight, ``abort`` or ``keep`` them."""
+        ...
+
+    async def resume(self) -> None:
+        """Let requests go on."""
+        ...
+
+    async def init_transfer(self, info: Mapping[str, Any]) -> None:
+        """Hand this to the weight-transfer backend in every worker."""
+        ...
+
+    async def start_update(self) -> None:
+        """Begin vLLM's session."""
+        ...
+
+    async def update(self, info: Mapping[str, Any]) -> None:
+        """Have every worker's backend load."""
+        ...
+
+    async def finish_update(self, version: str | None) -> None:
+        """End vLLM's session, and label the weights."""
+        ...
+
+    async def is_sleeping(self) -> bool:
+        """Whether the engine has been put to sleep."""
+        ...
+
+    async def weight_version(self) -> str:
+        """The label of the weights."""
+        ...
+
+    async def checksums(self) -> dict[str, str]:
+        """A checksum of each parameter as vLLM holds it, on each worker."""
+        ...
+
+    async def aclose(self) -> None:
+        """Hang up."""
+        ...
+
+
+class InProcessClient:
+    """An ``AsyncLLM`` of this process and event loop.
+
+    Args:
+        llm: The engine.
+    """
+
+    def __init__(self, llm: Any) -> None:
+        self._llm = llm
+
+    def __repr__(self) -> str:
+        return type(self._llm).__name__
+
+    def address(self) -> str:
+        """See :class:`VLLMClient`."""
+        return cluster.node_address()
+
+    async def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        return await getattr(self._llm, method)(*args, **kwargs)
+
+    async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
+        """See :class:`VLLMClient`."""
+        await self._call("pause_generation", mode=mode, clear_cache=clear_cache)
+
+    async def resume(self) -> None:
+        """See :class:`VLLMClient`."""
+        await self._call("resume_generation")
+
+    async def init_transfer(self, info: Mapping[str, Any]) -> None:
+        """See :class:`VLLMClient`."""
+        # vLLM reads one attribute of its request types; so this process need not have vLLM.
+        await self._call("init_weight_transfer_engine", SimpleNamespace(init_info=dict(info)))
+
+    async def start_update(self) -> None:
+        """See :class:`VLLMClient`."""
+        await self._call("start_weight_update")
+
+    async def update(self, info: Mapping[str, Any]) -> None:
+        """See :class:`VLLMClient`."""
+        await self._call("update_weights", SimpleNamespace(update_info=dict(info)))
+
+    async def finish_update(self, version: str | None) -> None:
+        """See :class:`VLLMClient`."""
+        await self._call("finish_weight_update")
+        if version is not None:
+            await self._call("update_weight_version", version)
+
+    async def is_sleeping(self) -> bool:
+        """See :class:`VLLMClient`."""
+        return bool(await self._call("is_sleeping"))
+
+    async def weight_version(self) -> str:
+        """See :class:`VLLMClient`."""
+        return str(await self._call("get_weight_version"))
+
+    async def checksums(self) -> dict[str, str]:
+        """See :class:`VLLMClient`."""
+        return {
+            name: checksum
+            for worker in await self._call("compute_weight_checksums")
+            for name, checksum in worker.items()
+        }
+
+    async def aclose(self) -> None:
+        """See :class:`VLLMClient`."""
+
+
+class RayClient(InProcessClient):
+    """A Ray actor with methods of an ``AsyncLLM``'s names, that are called on its event loop.
+
+    Args:
+        handle: The actor.
+
+    Raises:
+        TypeError: It lacks methods that an update needs.
+    """
+
+    NEEDED = (
+        "pause_generation",
+        "resume_generation",
+        "init_weight_transfer_engine",
+        "start_weight_update",
+        "update_weights",
+        "finish_weight_update",
+        "update_weight_version",
+    )
+
+    def __init__(self, handle: Any) -> None:
+        super().__init__(handle)
+        if missing := cluster.missing_methods(handle, self.NEEDED):
+            raise TypeError(
+                f"{cluster.actor_class_name(handle)} is no vLLM engine: it lacks {', '.join(missing)}; "
+                "include asyncsync.VLLMActor in its class"
+            )
+
+    def __repr__(self) -> str:
+        return f"{cluster.actor_class_name(self._llm)} {cluster.actor_key(self._llm)[:8]}"
+
+    async def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        return await cluster.call(self._llm, method, *args, **kwargs)
+
+    async def is_sleeping(self) -> bool:
+        """See :class:`VLLMClient`. An actor that does not tell is taken to be awake."""
+        return not cluster.missing_methods(self._llm, ("is_sleeping",)) and await super().is_sleeping()
+
+
+class HTTPClient:
+    """vLLM's HTTP server, started with ``VLLM_SERVER_DEV_MODE=1``.
+
+    Args:
+        url: Its base address, such as ``http://host:8000``.
+        api_key: Its API key, if it wants one.
+        timeout: Seconds that one call may take.
+    """
+
+    def __init__(self, url: str, *, api_key: str | None, timeout: float) -> None:
+        self.url = url.rstrip("/")
+        self._api_key = api_key
+        self._timeout = timeout
+        self._http: httpx.AsyncClient | None = None
+
+    def __repr__(self) -> str:
+        return self.url
+
+    def address(self) -> str:
+        """See :class:`VLLMClient`: of this machine's addresses, the one from which the server is reached."""
+        parts = urlsplit(self.url)
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            try:
+                probe.connect((parts.hostname or LOOPBACK, parts.port or 80))  # of a datagram socket: nothing is sent
+            except OSError as error:
+                raise EngineError(f"{self.url} cannot be reached: {error}") from error
+            address: str = probe.getsockname()[0]
+            return address
+
+    async def _request(self, method: str, path: str, **options: Any) -> Any:
+        import httpx
+
+        if self._http is None:
+            headers = {"Authorization": f"Bearer {self._api_key}"} if self._api_key else {}
+            self._http = httpx.AsyncClient(base_url=self.url, headers=headers, timeout=self._timeout)
+        try:
+            response = await self._http.request(method, path, **options)
+        except httpx.TimeoutException as error:
+            raise EngineError(f"{self.url}{path} did not answer within {self._timeout:.3g} s") from error
+        except httpx.HTTPError as error:
+            raise EngineError(f"{self.url}{path} cannot be reached: {error or type(error).__name__}") from error
+        if response.is_success:
+            return response.json()
+        hint = {
+            401: " (wrong api_key?)",
+            404: " (was the server started with VLLM_SERVER_DEV_MODE=1?)",
+        }.get(response.status_code, "")
+        raise EngineError(f"{self.url}{path} answered {response.status_code}{hint}: {_message(response)}")
+
+    async def _post(self, path: str, body: Any = None, **params: Any) -> Any:
+        return await self._request("POST", path, json=body, params=params)
+
+    async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
+        """See :class:`VLLMClient`."""
+        await self._post("/pause", mode=mode, clear_cache=str(clear_cache).lower())
+
+    async def resume(self) -> None:
+        """See :class:`VLLMClient`."""
+        await self._post("/resume")
+
+    async def init_transfer(self, info: Mapping[str, Any]) -> None:
+        """See :class:`VLLMClient`."""
+        await self._post("/init_weight_transfer_engine", {"init_info": dict(info)})
+
+    async def start_update(self) -> None:
+        """See :class:`VLLMClient`."""
+        await self._post("/start_weight_update")
+
+    async def update(self, info: Mapping[str, Any]) -> None:
+        """See :class:`VLLMClient`."""
+        await self._post("/update_weights", {"update_info": dict(info)})
+
+    async def finish_update(self, version: str | None) -> None:
+        """See :class:`VLLMClient`."""
+        await self._post("/finish_weight_update", {} if version is None else {"weight_version": version})
+
+    async def is_sleeping(self) -> bool:
+        """See :class:`VLLMClient`."""
+        return bool((await self._request("GET", "/is_sleeping"))["is_sleeping"])
+
+    async def weight_version(self) -> str:
+        """See :class:`VLLMClient`."""
+        return str((await self._request("GET", "/weight_info"))["weight_version"])
+
+    async def checksums(self) -> dict[str, str]:
+        """See :class:`VLLMClient`."""
+        found: dict[str, str] = (await self._post("/weight_checker", {"action": "checksum"}))["checksums"]
+        return found
+
+    async def aclose(self) -> None:
+        """See :class:`VLLMClient`."""
+        if self._http is not None:
+            http, self._http = self._http, None
+            await http.aclose()
+
+
+def _message(response: httpx.Response) -> str:
+    try:
+        return str(response.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return response.text[:500]
+
+
+def client_for(engine: Any, *, api_key: str | None, timeout: float) -> VLLMClient:
+    """The way to an engine, by what it is.
+
+    Raises:
+        TypeError: It is no engine of vLLM's.
+    """
+    if isinstance(engine, str):
+        return HTTPClient(engine, api_key=api_key, timeout=timeout)
+    if cluster.is_actor(engine) or hasattr(getattr(engine, "update_weights", None), "remote"):
+        return RayClient(engine)
+    missing = [name for name in RayClient.NEEDED if not callable(getattr(engine, name, None))]
+    if missing:
+        raise TypeError(
+            f"{type(engine).__name__} is no vLLM engine: it lacks {', '.join(missing)}; "
+            "give an AsyncLLM, a Ray actor that holds one, or the address of a server"
+        )
+    return InProcessClient(engine)

@@ -1,0 +1,121 @@
+"""The checks that every engine must pass, on engines of plain torch; and that the checks can fail."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import asyncsync
+from asyncsync.messages import Policy, UpdateOrder
+from asyncsync.testing import CHECKS, Generated
+from tests.engines import gate_of
+
+PROMPT = (3, 1, 4, 1, 5)
+
+
+class Chain(nn.Module):
+    """A language model of sorts: the next token follows from the last, through two layers."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.embedding = nn.Parameter(torch.randn(64, 32, generator=generator))
+        self.mixing = nn.Parameter(torch.randn(32, 32, generator=generator))
+        self.bias = nn.Parameter(torch.randn(32, generator=generator))
+        self.output = nn.Parameter(torch.randn(64, 32, generator=generator))
+
+    @torch.no_grad()
+    def following(self, token: int) -> int:
+        """The token that follows."""
+        hidden: Tensor = torch.tanh(self.embedding[token] @ self.mixing + self.bias)
+        return int((self.output @ hidden).argmax())
+
+
+class ChainEngine(asyncsync.ModuleEngine):
+    """Generates with a chain, a token for each turn of the loop."""
+
+    async def generate(self, prompt: Sequence[int], count: int, started: Callable[[], None] | None) -> tuple[int, ...]:
+        async with self.generating():
+            tokens = [prompt[-1]]
+            for _ in range(count):
+                tokens.append(self.module.following(tokens[-1]))  # type: ignore[operator]
+                if started is not None and len(tokens) == 2:
+                    started()
+                await asyncio.sleep(0)
+            return tuple(tokens[1:])
+
+
+class ChainSubject:
+    """A module engine, put to the checks."""
+
+    prompt = PROMPT
+    tokens = 300
+    policies: tuple[Policy, ...] = ("drain",)
+    tells_shapes = True
+
+    def __init__(self, *, staged: bool, kind: type[ChainEngine] = ChainEngine) -> None:
+        self.engine: Any = kind(Chain(0), staged=staged)
+        self.trainer = Chain(1)
+
+    async def generate(self, prompt: Sequence[int], count: int, started: Callable[[], None] | None = None) -> Generated:
+        return Generated(await self.engine.generate(prompt, count, started), "length")
+
+    def expected(self, old: nn.Module, new: nn.Module, switch: int, count: int, policy: Policy) -> list[int]:
+        tokens = [PROMPT[-1]]
+        for index in range(count):
+            tokens.append((old if index < switch else new).following(tokens[-1]))  # type: ignore[operator]
+        return tokens[1:]
+
+
+@pytest.mark.parametrize("staged", [True, False], ids=["staged", "in place"])
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.asyncio
+async def test_module_engines_conform(check: str, staged: bool) -> None:
+    await CHECKS[check](ChainSubject(staged=staged))
+
+
+class Unmoved(ChainEngine):
+    """Says that it has switched, and has not."""
+
+    async def finish_weight_update(self, order: UpdateOrder) -> None:
+        kept = {name: tensor.clone() for name, tensor in self.module.state_dict().items()}
+        await super().finish_weight_update(order)
+        self.module.load_state_dict(kept)
+
+
+class Careless(ChainEngine):
+    """Goes on generating while its weights are overwritten."""
+
+    async def pause_generation(self, epoch: int, policy: Policy) -> None:
+        await super().pause_generation(epoch, policy)
+        gate_of(self).resume()
+
+
+class Forgetful(ChainEngine):
+    """Serves what it holds after a failure, whatever that is."""
+
+    async def abort_weight_update(self, epoch: int, published: int | None) -> asyncsync.EngineStatus:
+        status = await super().abort_weight_update(epoch, published)
+        self._asyncsync.record.tainted = None
+        gate_of(self).resume()
+        return status
+
+
+@pytest.mark.parametrize(
+    ("kind", "staged", "check"),
+    [
+        (Unmoved, True, "updates"),
+        (Unmoved, True, "digest"),
+        (Careless, False, "requests around updates"),
+        (Forgetful, False, "failed bucket"),
+    ],
+)
+@pytest.mark.asyncio
+async def test_the_checks_find_what_is_wrong(kind: type[ChainEngine], staged: bool, check: str) -> None:
+    with pytest.raises((AssertionError, ExceptionGroup)):
+        await CHECKS[check](ChainSubject(staged=staged, kind=kind))
