@@ -7,7 +7,18 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from asyncsync.cluster import remote
-from asyncsync.engines import CheckedEngine, EngineGroup, EngineReceipt, GivingEngine, ModuleEngine, RolloutEngine
+from asyncsync.engines import (
+    CheckedEngine,
+    Completion,
+    CompletionPart,
+    EngineGroup,
+    EngineReceipt,
+    GivingEngine,
+    ModuleEngine,
+    RolloutEngine,
+    TransformersEngine,
+    WeightVersionSpan,
+)
 from asyncsync.errors import (
     AsyncSyncError,
     ClosedError,
@@ -58,6 +69,8 @@ __all__ = [
     "AsyncSyncError",
     "CheckedEngine",
     "ClosedError",
+    "Completion",
+    "CompletionPart",
     "ConnectError",
     "Contacts",
     "EngineError",
@@ -89,6 +102,7 @@ __all__ = [
     "TrainerError",
     "TrainerRank",
     "TransferError",
+    "TransformersEngine",
     "UpdateOrder",
     "VLLMActor",
     "VLLMEngine",
@@ -96,6 +110,7 @@ __all__ = [
     "WeightUpdate",
     "WeightUpdateError",
     "WeightUpdateTimeoutError",
+    "WeightVersionSpan",
     "memory_saver_guard",
     "remote",
 ]

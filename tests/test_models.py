@@ -54,14 +54,14 @@ class Served:
 @cluster.remote(num_cpus=0)
 class Engine(Served, ModuleEngine):
     def __init__(self, files: ModelFiles, seed: int, staged: bool) -> None:
-        self.model = build_model(files, seed=seed)
+        self.model = build_model(files, seed=seed, dtype=torch.bfloat16)
         ModuleEngine.__init__(self, self.model, staged=staged)
 
 
 @cluster.remote(num_cpus=0)
 class Trainer(Served, TrainerRank):
     def __init__(self, files: ModelFiles) -> None:
-        self.model = load_model(files)
+        self.model = load_model(files, dtype=torch.bfloat16)
         TrainerRank.__init__(self, self.model)
 
     def change(self) -> None:

@@ -38,7 +38,7 @@ DOORS = {
     "torch.distributed": {"transports"},
     "typer": {"cli"},
     "rich": {"cli"},
-    "transformers": {"demo"},
+    "transformers": {"demo", "engines"},
     "vllm": {"engines"},
     "httpx": {"engines"},
     "msgspec": {"engines"},

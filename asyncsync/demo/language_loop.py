@@ -1,7 +1,8 @@
 """The same updates with a real language model: AdamW steps on text, while two engines answer questions.
 
-The engines begin with random weights; all they ever know comes to them through updates. After each update, both
-engines and the trainer answer the same questions greedily, and must give the same answers, token for token.
+The engines begin with random weights; all they ever know comes to them through updates. They answer all the time,
+several questions at once. After each update, both engines and the trainer answer the same questions greedily, and must
+give the same answers, token for token.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import asyncio
 import math
 import time
 from collections.abc import Sequence
-from itertools import cycle
 from typing import Any
 
 import anyio
@@ -19,7 +19,6 @@ import torch
 from asyncsync import cluster
 from asyncsync.demo.actors import running
 from asyncsync.demo.language_model import (
-    MixedPrecisionAdamW,
     ModelFiles,
     Tokenizer,
     Tokens,
@@ -30,7 +29,7 @@ from asyncsync.demo.language_model import (
 )
 from asyncsync.demo.measures import StallMeter, UpdateLog, first_and_last, milliseconds
 from asyncsync.demo.progress import Observer, Step, Summary
-from asyncsync.engines import ModuleEngine
+from asyncsync.engines import Completion, TransformersEngine, WeightVersionSpan
 from asyncsync.report import WeightUpdate
 from asyncsync.synchronizer import WeightSynchronizer
 from asyncsync.trainer import TrainerRank
@@ -49,17 +48,12 @@ LESSONS = (
 
 
 @cluster.remote(num_cpus=0.5)
-class LanguageEngine(ModuleEngine):
+class LanguageEngine(TransformersEngine):
     """A rollout engine that serves a language model."""
 
     def __init__(self, files: ModelFiles, seed: int) -> None:
         torch.set_num_threads(1)
         super().__init__(build_model(files, seed=seed))
-
-    async def generate(self, prompt: Tokens, end: int | None) -> tuple[int | None, Tokens]:
-        """Continue a prompt greedily; returns the weight version too."""
-        async with self.generating() as version:
-            return version, generate_greedily(self.module, prompt, length=ANSWER_LENGTH, end=end)
 
 
 @cluster.remote(num_cpus=0.5)
@@ -67,14 +61,14 @@ class LanguageTrainer(TrainerRank):
     """The trainer, one rank."""
 
     def __init__(self, files: ModelFiles) -> None:
-        # One thread here as in the engines: with the same kernels, the same weights give the same tokens.
         torch.set_num_threads(1)
         self._model = load_model(files)
-        self._optimizer = MixedPrecisionAdamW(self._model, learning_rate=LEARNING_RATE)
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95))
         super().__init__(self._model)
 
     def train_step(self, texts: list[Tokens]) -> float:
         """Take one AdamW step on these texts; returns the loss before it, in nats a token."""
+        self._optimizer.zero_grad()
         loss = backpropagate(self._model, texts)
         self._optimizer.step()
         return loss
@@ -112,7 +106,8 @@ async def run(files: ModelFiles, *, steps: int = STEPS, seed: int = 0, observer:
             await loop.log.update()
             await loop.compare_answers(loop.log.updates[-1])
             for engine in engines:
-                tasks.start_soon(loop.generate, engine)
+                for prompt in loop.prompts:
+                    tasks.start_soon(loop.generate, engine, prompt)
             await loop.train(steps)
             tasks.cancel_scope.cancel()
     return loop.summary(seconds=time.perf_counter() - start)
@@ -134,7 +129,7 @@ class _Loop:
         self._engines = engines
         self._tokenizer = tokenizer
         self._observer = observer
-        self._prompts = [tokenizer.question(question) for question, _ in LESSONS]
+        self.prompts = [tokenizer.question(question) for question, _ in LESSONS]
         self._texts = [tokenizer.dialogue(question, answer) for question, answer in LESSONS]
         self._rewards: list[float] = []
         self._greedy_equal = True
@@ -142,13 +137,22 @@ class _Loop:
         self.log = UpdateLog(synchronizer, engines)
         self.stalls = StallMeter()
 
-    async def generate(self, engine: Any) -> None:
-        for prompt in cycle(self._prompts):
+    async def generate(self, engine: Any, prompt: Tokens) -> None:
+        while True:
             async with self._synchronizer.generation() as dispatched:
-                version, _ = await engine.generate.remote(prompt, self._tokenizer.end)
-            if version != dispatched:
-                raise RuntimeError(f"dispatched with version {dispatched}, but generated with {version}")
+                completion = await self._ask(engine, prompt)
+            versions = [span.version for span in completion.weight_versions]
+            if versions != [dispatched]:
+                raise RuntimeError(f"dispatched with version {dispatched}, but generated with {versions}")
             self._generated += 1
+
+    async def _ask(self, engine: Any, prompt: Tokens) -> Completion:
+        """Let an engine continue a prompt."""
+        end = self._tokenizer.end
+        completion: Completion = await engine.generate.remote(
+            prompt, max_new_tokens=ANSWER_LENGTH, stop_token_ids=[] if end is None else [end]
+        )
+        return completion
 
     async def train(self, steps: int) -> None:
         for step in range(1, steps + 1):
@@ -177,16 +181,18 @@ class _Loop:
 
     async def compare_answers(self, update: WeightUpdate) -> list[Tokens]:
         """Let everyone answer every question, and compare; returns the trainer's answers."""
-        end, answers = self._tokenizer.end, []
-        for prompt in self._prompts:
-            own, *served = await asyncio.gather(
-                self._trainer.generate.remote(prompt, end),
-                *(engine.generate.remote(prompt, end) for engine in self._engines),
-            )
-            if any(answer != (update.version, own) for answer in served):
-                self._greedy_equal = False
-            answers.append(own)
-        return answers
+        return await asyncio.gather(*(self._compare(prompt, update.version) for prompt in self.prompts))
+
+    async def _compare(self, prompt: Tokens, version: int) -> Tokens:
+        own: Tokens
+        own, *served = await asyncio.gather(
+            self._trainer.generate.remote(prompt, self._tokenizer.end),
+            *(self._ask(engine, prompt) for engine in self._engines),
+        )
+        whole = WeightVersionSpan(version=version, start=0, end=len(own))
+        if any((answer.tokens, answer.weight_versions) != (own, (whole,)) for answer in served):
+            self._greedy_equal = False
+        return own
 
     def summary(self, *, seconds: float) -> Summary:
         first, last = first_and_last(self._rewards)

@@ -72,7 +72,8 @@ class ModuleEngine:
         Raises:
             TaintedEngineError: On entering: the engine holds part of an update.
         """
-        return Generation(self._asyncsync)
+        assert isinstance(self._asyncsync.generations, GenerationGate)
+        return Generation(self._asyncsync, self._asyncsync.generations)
 
     async def flush_cache(self) -> None:
         """Drop what was computed from older weights: for you to override; called before generation resumes."""
@@ -140,9 +141,8 @@ class ModuleEngine:
 class Generation:
     """A reading of an engine's weights, as a context: see :meth:`ModuleEngine.generating`."""
 
-    def __init__(self, served: ServedModule) -> None:
-        assert isinstance(served.generations, GenerationGate)
-        self._served, self._gate = served, served.generations
+    def __init__(self, served: ServedModule, gate: GenerationGate) -> None:
+        self._served, self._gate = served, gate
 
     async def __aenter__(self) -> int | None:
         await self._gate.enter()
