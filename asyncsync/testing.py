@@ -23,13 +23,13 @@ import asyncio
 import functools
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from asyncsync.engines.base import EngineReceipt, GivingEngine, RolloutEngine
+from asyncsync.engines.completion import Completion
 from asyncsync.engines.group import EngineGroup
 from asyncsync.engines.remote import as_rank
 from asyncsync.errors import AsyncSyncError, EngineError, PlanError, WeightUpdateError
@@ -41,36 +41,6 @@ T = TypeVar("T")
 
 PATIENCE = 2.0
 """Seconds after which a request that was not answered is taken to wait for the engine to be resumed."""
-
-
-@dataclass(frozen=True, slots=True)
-class WeightSpan:
-    """Which version made some of a request's tokens.
-
-    Attributes:
-        version: The version, as the engine names it.
-        start: Index of the first of these tokens in the request's output.
-        end: One past the last.
-    """
-
-    version: str
-    start: int
-    end: int
-
-
-@dataclass(frozen=True, slots=True)
-class Generated:
-    """What a request came to.
-
-    Attributes:
-        tokens: The tokens that were generated.
-        finish_reason: ``"length"``, ``"stop"`` or ``"abort"``.
-        weight_versions: Which version made which of them, if the engine tells; spans follow one another.
-    """
-
-    tokens: tuple[int, ...]
-    finish_reason: str
-    weight_versions: tuple[WeightSpan, ...] | None = None
 
 
 class Subject(Protocol):
@@ -106,7 +76,9 @@ class Subject(Protocol):
         """Whether the engine knows before the first byte that a tensor's shape or dtype does not fit."""
         ...
 
-    async def generate(self, prompt: Sequence[int], count: int, started: Callable[[], None] | None = None) -> Generated:
+    async def generate(
+        self, prompt: Sequence[int], count: int, started: Callable[[], None] | None = None
+    ) -> Completion:
         """Generate greedily, to the last of ``count`` tokens.
 
         Args:
@@ -474,9 +446,9 @@ async def _check_policy(subject: Subject, policy: Policy) -> None:
             assert generated.finish_reason == "length"
             assert count == subject.tokens
             spans = generated.weight_versions
-            assert spans is not None, "the engine must say where the weights changed"
+            assert spans, "the engine must say where the weights changed"
             assert [span.start for span in spans[1:]] == [span.end for span in spans[:-1]]
-            assert spans[-1].version == str(update.version), f"{spans}: the last is of version {update.version}"
+            assert spans[-1].version == update.version, f"{spans}: the last is of version {update.version}"
             switch = spans[-1].start
             assert 0 < switch < count, f"the weights changed in the middle: {spans}"
         elif policy == "abort":

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import asyncsync
 from asyncsync.messages import Policy, UpdateOrder
-from asyncsync.testing import CHECKS, Generated
+from asyncsync.testing import CHECKS
 from tests.engines import gate_of
 
 PROMPT = (3, 1, 4, 1, 5)
@@ -62,8 +62,11 @@ class ChainSubject:
         self.engine: Any = kind(Chain(0), staged=staged)
         self.trainer = Chain(1)
 
-    async def generate(self, prompt: Sequence[int], count: int, started: Callable[[], None] | None = None) -> Generated:
-        return Generated(await self.engine.generate(prompt, count, started), "length")
+    async def generate(
+        self, prompt: Sequence[int], count: int, started: Callable[[], None] | None = None
+    ) -> asyncsync.Completion:
+        tokens = await self.engine.generate(prompt, count, started)
+        return asyncsync.Completion(tokens=tokens, finish_reason="length", weight_versions=())
 
     def expected(self, old: nn.Module, new: nn.Module, switch: int, count: int, policy: Policy) -> list[int]:
         tokens = [PROMPT[-1]]

@@ -114,10 +114,10 @@ async def test_an_engine_that_fails_in_any_call_leaves_the_other_whole(fleet: Fl
             error = await failed(synchronizer.update_weights())
             assert isinstance(error, asyncsync.EngineError)
             assert "Probe-0" in str(error)
-            first, second = error.outcomes
+            second = error.outcomes[1]
             assert second.state in (EngineState.UPDATED, EngineState.UNCHANGED), second
             await serves(fleet.two, fleet.weights if second.state is EngineState.UPDATED else before, call)
-            assert synchronizer.ready_engines == ((fleet.two.engine,) if second.weight_version else ()), first
+            assert fleet.two.engine in synchronizer.ready_engines
             await synchronizer.update_weights()
             for subject in (fleet.one, fleet.two):
                 await serves(subject, fleet.weights, f"repaired after {call}")

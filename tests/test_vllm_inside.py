@@ -161,7 +161,7 @@ async def test_the_version_label_moves_with_the_weights(subject: VLLMSubject) ->
         update = await synchronizer.update_weights()
         assert await llm_of(subject).get_weight_version() == str(update.version)
         generated = await subject.generate(subject.prompt, 4)
-        assert [span.version for span in generated.weight_versions or ()] == [str(update.version)]
+        assert [span.version for span in generated.weight_versions or ()] == [update.version]
 
 
 @pytest.mark.asyncio(loop_scope="module")

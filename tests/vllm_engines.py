@@ -18,8 +18,8 @@ import ray
 from torch import nn
 
 import asyncsync
+from asyncsync import Completion, WeightVersionSpan
 from asyncsync.messages import Policy
-from asyncsync.testing import Generated, WeightSpan
 from tests.tiny_model import greedy_continued, greedy_recomputed, prompt_of, tiny_model
 
 ENVIRONMENT = {
@@ -55,7 +55,12 @@ def new_llm(path: Path | str, **settings: Any) -> Any:
     return AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(path), **SETTINGS | settings))
 
 
-async def ask(llm: Any, prompt: Sequence[int], count: int, started: Callable[[], None] | None, name: str) -> Generated:
+def version_span(version: str, start: int, end: int) -> WeightVersionSpan:
+    """A span as vLLM tells it: its versions are labels, of which the first is a word."""
+    return WeightVersionSpan(version=int(version) if version.isdigit() else None, start=start, end=end)
+
+
+async def ask(llm: Any, prompt: Sequence[int], count: int, started: Callable[[], None] | None, name: str) -> Completion:
     """Have an ``AsyncLLM`` generate greedily."""
     from vllm import SamplingParams
 
@@ -66,8 +71,9 @@ async def ask(llm: Any, prompt: Sequence[int], count: int, started: Callable[[],
         if started is not None and len(output.token_ids) > 2:
             started()
     assert output is not None
-    spans = tuple(WeightSpan(span.version, span.start, span.end) for span in output.weight_versions or ())
-    return Generated(tuple(output.token_ids), str(output.finish_reason), spans)
+    spans = (version_span(span.version, span.start, span.end) for span in output.weight_versions or ())
+    reason: Any = output.finish_reason
+    return Completion(tokens=tuple(output.token_ids), finish_reason=reason, weight_versions=tuple(spans))
 
 
 class RolloutActor(asyncsync.VLLMActor):
@@ -77,7 +83,7 @@ class RolloutActor(asyncsync.VLLMActor):
         super().__init__(new_llm(path, **settings))
         self._started: dict[str, asyncio.Event] = {}
 
-    async def generate(self, prompt: list[int], count: int, name: str) -> Generated:
+    async def generate(self, prompt: list[int], count: int, name: str) -> Completion:
         started = self._started.setdefault(name, asyncio.Event())
         return await ask(self.llm, prompt, count, started.set, name)
 
@@ -120,8 +126,10 @@ class VLLMSubject:
         self._ask = ask
         self._names = (f"request-{number}" for number in itertools.count())
 
-    async def generate(self, prompt: Sequence[int], count: int, started: Callable[[], None] | None = None) -> Generated:
-        generated: Generated = await self._ask(prompt, count, started, next(self._names))
+    async def generate(
+        self, prompt: Sequence[int], count: int, started: Callable[[], None] | None = None
+    ) -> Completion:
+        generated: Completion = await self._ask(prompt, count, started, next(self._names))
         return generated
 
     def expected(self, old: nn.Module, new: nn.Module, switch: int, count: int, policy: Policy) -> list[int]:
@@ -140,7 +148,7 @@ async def in_process(path: Path, *, ranks: int = 1, prefix_cache: bool = True) -
     llm = new_llm(path, tensor_parallel_size=ranks, enable_prefix_caching=prefix_cache)
     try:
 
-        async def ask_here(*args: Any) -> Generated:
+        async def ask_here(*args: Any) -> Completion:
             return await ask(llm, *args)
 
         policies = WITH_PREFIX_CACHE if prefix_cache else EVERY_POLICY
@@ -158,7 +166,7 @@ async def in_actor(path: Path, **settings: Any) -> AsyncIterator[VLLMSubject]:
     """An engine in a Ray actor; ``subject.actor`` is its handle."""
     actor = Rollout.options(runtime_env={"env_vars": ENVIRONMENT}).remote(str(path), **settings)
 
-    async def ask_actor(prompt: Sequence[int], count: int, started: Callable[[], None] | None, name: str) -> Generated:
+    async def ask_actor(prompt: Sequence[int], count: int, started: Callable[[], None] | None, name: str) -> Completion:
         answer = actor.generate.remote(list(prompt), count, name)
         if started is not None:
             await actor.has_started.remote(name)
@@ -202,7 +210,7 @@ async def behind_http(path: Path) -> AsyncIterator[VLLMSubject]:
 
             async def ask_server(
                 prompt: Sequence[int], count: int, started: Callable[[], None] | None, name: str
-            ) -> Generated:
+            ) -> Completion:
                 sampling = {"max_tokens": count, "temperature": 0.0, "ignore_eos": True, "detokenize": False}
                 body = {"request_id": name, "token_ids": list(prompt), "sampling_params": sampling, "stream": True}
                 tokens: list[int] = []
@@ -215,8 +223,8 @@ async def behind_http(path: Path) -> AsyncIterator[VLLMSubject]:
                             tokens += last.get("token_ids") or []
                             if started is not None and len(tokens) > 2:
                                 started()
-                spans = (WeightSpan(**span) for span in last["weight_versions"] or ())
-                return Generated(tuple(tokens), last["finish_reason"], tuple(spans))
+                spans = tuple(version_span(**span) for span in last["weight_versions"] or ())
+                return Completion(tokens=tuple(tokens), finish_reason=last["finish_reason"], weight_versions=spans)
 
             subject = VLLMSubject(asyncsync.VLLMEngine(url, api_key=API_KEY), ask_server, EVERY_POLICY)
             subject.process = process  # type: ignore[attr-defined]
