@@ -7,33 +7,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 import asyncsync
 from asyncsync.messages import Policy, UpdateOrder
 from asyncsync.testing import CHECKS
+from tests.chain import Chain, continued
 from tests.engines import gate_of
+from tests.fake_vllm import FakeLLM
 
 PROMPT = (3, 1, 4, 1, 5)
-
-
-class Chain(nn.Module):
-    """A language model of sorts: the next token follows from the last, through two layers."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(seed)
-        self.embedding = nn.Parameter(torch.randn(64, 32, generator=generator))
-        self.mixing = nn.Parameter(torch.randn(32, 32, generator=generator))
-        self.bias = nn.Parameter(torch.randn(32, generator=generator))
-        self.output = nn.Parameter(torch.randn(64, 32, generator=generator))
-
-    @torch.no_grad()
-    def following(self, token: int) -> int:
-        """The token that follows."""
-        hidden: Tensor = torch.tanh(self.embedding[token] @ self.mixing + self.bias)
-        return int((self.output @ hidden).argmax())
 
 
 class ChainEngine(asyncsync.ModuleEngine):
@@ -69,10 +52,7 @@ class ChainSubject:
         return asyncsync.Completion(tokens=tokens, finish_reason="length", weight_versions=())
 
     def expected(self, old: nn.Module, new: nn.Module, switch: int, count: int, policy: Policy) -> list[int]:
-        tokens = [PROMPT[-1]]
-        for index in range(count):
-            tokens.append((old if index < switch else new).following(tokens[-1]))  # type: ignore[operator]
-        return tokens[1:]
+        return continued(old, new, PROMPT[-1], switch, count)
 
 
 @pytest.mark.parametrize("staged", [True, False], ids=["staged", "in place"])
@@ -80,6 +60,29 @@ class ChainSubject:
 @pytest.mark.asyncio
 async def test_module_engines_conform(check: str, staged: bool) -> None:
     await CHECKS[check](ChainSubject(staged=staged))
+
+
+class FakeVLLMSubject(ChainSubject):
+    """vLLM's adapter over an engine that is none of vLLM's."""
+
+    def __init__(self, *, ranks: int, prefix_caching: bool) -> None:
+        self.llm = FakeLLM(ranks=ranks, prefix_caching=prefix_caching)
+        self.engine = asyncsync.VLLMEngine(self.llm)
+        self.trainer = Chain(1)
+        every: tuple[Policy, ...] = ("drain", "abort", "recompute", "continue")
+        self.policies = every[:3] if prefix_caching else every
+
+    async def generate(
+        self, prompt: Sequence[int], count: int, started: Callable[[], None] | None = None
+    ) -> asyncsync.Completion:
+        return await self.llm.generate(prompt, count, started)
+
+
+@pytest.mark.parametrize(("ranks", "prefix_caching"), [(1, True), (2, False)], ids=["prefixes", "two ranks"])
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.asyncio
+async def test_the_adapter_for_vllm_conforms(check: str, ranks: int, prefix_caching: bool) -> None:
+    await CHECKS[check](FakeVLLMSubject(ranks=ranks, prefix_caching=prefix_caching))
 
 
 class Unmoved(ChainEngine):

@@ -1,0 +1,143 @@
+"""What an engine's worker process does in an update, whatever loads there: it receives beside what is served.
+
+Threads: a control thread answers calls; one worker thread joins groups, receives, hashes and checks; whoever may load
+calls :meth:`WorkerRank.load`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import TypeAlias
+
+from torch import Tensor
+
+from asyncsync.buckets import Plan
+from asyncsync.engines.base import EngineReceipt
+from asyncsync.engines.host_store import HostStore
+from asyncsync.engines.receiving import Receiver
+from asyncsync.engines.record import WeightRecord, all_names
+from asyncsync.errors import OutOfStepError
+from asyncsync.messages import Contacts, EngineStatus, Layout, Policy, Rendezvous, UpdateOrder
+from asyncsync.threads import WorkerThread
+
+Check: TypeAlias = Callable[[Plan, bool], frozenset[str]]
+Load: TypeAlias = Callable[[Iterator[tuple[str, Tensor]]], None]
+
+STALE_PREFIXES = (
+    "its prefix cache would serve what the old weights computed to new requests: "
+    'start it with enable_prefix_caching=False, or choose "recompute"'
+)
+
+
+class WorkerRank:
+    """Satisfies :class:`~asyncsync.engines.base.WeightReceiver` for a worker's part of a model.
+
+    Args:
+        check: Compares a layout with the model, and gives names of tied tensors that are to be left out in loading.
+        load: Loads a whole set of weights.
+        device: Device type of the model.
+        prefix_caching: Whether the engine keeps what prefixes of requests came to.
+    """
+
+    def __init__(self, check: Check, load: Load, *, device: str, prefix_caching: bool) -> None:
+        self._check_layout = check
+        self._load_weights = load
+        self._device = device
+        self._prefix_caching = prefix_caching
+        self._paused = False  # by an update, as far as is known here
+        self._address = "127.0.0.1"
+        self._worker = WorkerThread("asyncsync-receiver")
+        self._record = WeightRecord()
+        self._receiver = Receiver(self._record, self._worker, lambda: self._address)
+        self._loading = threading.Lock()
+        self._layout: tuple[Plan, bool] | None = None
+        self._left_out: frozenset[str] = frozenset()
+        self._store = HostStore(pinned=device == "cuda")
+
+    def reached_by(self, address: str) -> None:
+        """Note the address by which others reach this process."""
+        self._address = address
+
+    async def describe_engine(self) -> EngineStatus:
+        """See :meth:`asyncsync.RolloutEngine.describe_engine`."""
+        policies: tuple[Policy, ...] = ("drain", "abort", "recompute", "continue")
+        cannot: dict[Policy, str] = {"continue": STALE_PREFIXES} if self._prefix_caching else {}
+        return self._record.status(
+            device=self._device,
+            staged=True,
+            policies=tuple(policy for policy in policies if policy not in cannot),
+            cannot=cannot,
+            connections=self._receiver.connections,
+            plan_digest=self._layout[0].digest if self._layout else None,
+            partial=self._layout is not None and self._layout[1],
+            paused=self._paused,
+        )
+
+    async def note_pause(self, paused: bool) -> None:
+        """Note that an update pauses the engine now, or has resumed it: who comes later must be able to tell."""
+        self._paused = paused
+
+    async def accept_layout(self, layout: Layout) -> None:
+        """See :meth:`asyncsync.RolloutEngine.accept_layout`."""
+        self._layout = await self._worker.run(self._check, layout), layout.partial
+
+    def _check(self, layout: Layout) -> Plan:
+        plan = layout.agreed_plan()
+        self._left_out = self._check_layout(plan, layout.partial)
+        return plan
+
+    async def open_group(self, rendezvous: Rendezvous) -> Contacts:
+        """See :meth:`asyncsync.RolloutEngine.open_group`."""
+        return await self._receiver.open_group(rendezvous)
+
+    async def join_group(self, connection: str, contacts: Contacts) -> None:
+        """See :meth:`asyncsync.RolloutEngine.join_group`."""
+        await self._receiver.join_group(connection, contacts)
+
+    async def leave_group(self, connection: str) -> None:
+        """See :meth:`asyncsync.RolloutEngine.leave_group`."""
+        await self._receiver.leave_group(connection)
+
+    async def receive_weights(self, order: UpdateOrder) -> EngineReceipt:
+        """See :meth:`asyncsync.RolloutEngine.receive_weights`."""
+        plan = self._layout[0] if self._layout else None
+        return EngineReceipt(digest=await self._receiver.receive(order, plan, self._loader_for))
+
+    async def abort_weight_update(self, epoch: int, published: int | None) -> EngineStatus:
+        """See :meth:`asyncsync.RolloutEngine.abort_weight_update`. A load that has begun comes to its end."""
+        self._record.end(epoch)
+        await self._worker.run(self._wait_for_load)
+        await self._receiver.abort()
+        self._record.compare(published, all_names(self._layout[0] if self._layout else None))
+        return await self.describe_engine()
+
+    def _wait_for_load(self) -> None:
+        with self._loading:
+            pass
+
+    def _loader_for(self, device: str) -> HostStore:
+        assert self._layout is not None
+        self._store.take_up(self._layout[0], device)
+        return self._store
+
+    def load(self, epoch: int) -> None:
+        """Load what was received in an epoch. On the thread that may load, between two steps of the engine.
+
+        Raises:
+            EngineError: Nothing was received then (any more).
+            OutOfStepError: The epoch was aborted.
+            Exception: What the model raised; the engine is tainted then.
+        """
+        with self._loading:
+            if epoch <= self._record.ended_epoch:
+                raise OutOfStepError(f"epoch {epoch} is over: it was aborted, or loaded")
+            session = self._receiver.received(epoch)
+            self._receiver.take(session)
+            names = all_names(session.plan)
+            try:
+                self._load_weights(self._store.named_tensors(self._left_out))
+            except BaseException:
+                self._record.taint(f"update {session.order.version} could not be loaded", names)
+                raise
+            self._record.committed(session.order, names, session.digest)

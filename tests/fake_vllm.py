@@ -1,0 +1,182 @@
+"""An ``AsyncLLM`` in all that an update asks of one, over a chain in place of a language model.
+
+Its ranks are ours, as they run in vLLM's workers: real lines, real process groups, real bytes. Requests are scheduled
+as vLLM does: paused, they wait in a queue; ``wait`` lets those in flight end, ``abort`` ends them, ``keep`` keeps them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from asyncsync import Completion, WeightVersionSpan
+from asyncsync.buckets import Plan
+from asyncsync.engines.channel import Hello, answer_calls
+from asyncsync.engines.vllm.rank import WorkerRank
+from asyncsync.errors import PlanError
+from tests.chain import Chain
+
+
+class FakeLLM:
+    """Generates with a chain, one token for each turn of the loop.
+
+    Args:
+        ranks: How many workers it has; each holds all of the weights.
+
+    Attributes:
+        calls: What was asked of it, in order.
+        sleeping: Whether it has been put to sleep.
+        failing: Calls that fail, once.
+    """
+
+    def __init__(self, *, ranks: int = 1, prefix_caching: bool = False) -> None:
+        self.modules = [Chain(0) for _ in range(ranks)]
+        self.calls: list[str] = []
+        self.sleeping = False
+        self.failing: set[str] = set()
+        self.backend = True
+        self._ranks = [
+            WorkerRank(self._check, self._load_into(module), device="cpu", prefix_caching=prefix_caching)
+            for module in self.modules
+        ]
+        self.answering: list[asyncio.Task[None]] = []
+        self._mode: str | None = None  # how it is paused
+        self._changed = asyncio.Condition()
+        self._running: set[int] = set()
+        self._aborted: set[int] = set()
+        self._label = "default"
+        self._active = False
+
+    def _check(self, plan: Plan, partial: bool) -> frozenset[str]:
+        names = {name for spec in plan.specs for name in spec.names}
+        own = self.modules[0].state_dict()
+        wrong = (names ^ own.keys()) if not partial else (names - own.keys())
+        wrong |= {
+            spec.name
+            for spec in plan.specs
+            if spec.name in own and (spec.shape, spec.dtype) != (tuple(own[spec.name].shape), own[spec.name].dtype)
+        }
+        if wrong:
+            raise PlanError(f"the weights do not fit the engine: {sorted(wrong)}", names=sorted(wrong))
+        return frozenset()
+
+    def _load_into(self, module: Chain) -> Callable[[Iterator[tuple[str, Tensor]]], None]:
+        @torch.no_grad()
+        def load(weights: Iterator[tuple[str, Tensor]]) -> None:
+            own = module.state_dict()
+            for number, (name, tensor) in enumerate(weights):
+                if number and "load" in self.failing:
+                    self.failing.discard("load")
+                    raise RuntimeError("planned: the model could not be loaded")
+                own[name].copy_(tensor)
+
+        return load
+
+    def _asked(self, name: str) -> None:
+        self.calls.append(name)
+        if name in self.failing:
+            self.failing.discard(name)
+            raise RuntimeError(f"planned: {name} fails")
+
+    # -- what an AsyncLLM has -------------------------------------------------------------------------------------
+
+    async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
+        self._asked(f"pause {mode} {clear_cache}")
+        async with self._changed:
+            self._mode = mode
+            if mode == "abort":
+                self._aborted |= self._running
+            self._changed.notify_all()
+            if mode in ("wait", "abort"):
+                await self._changed.wait_for(lambda: not self._running)
+
+    async def resume_generation(self) -> None:
+        self._asked("resume")
+        assert not self._active, "resumed within a session"
+        async with self._changed:
+            self._mode = None
+            self._changed.notify_all()
+
+    async def is_sleeping(self) -> bool:
+        return self.sleeping or self._mode is not None
+
+    async def init_weight_transfer_engine(self, request: Any) -> None:
+        self._asked("init")
+        if not self.backend:
+            raise RuntimeError("Weight transfer not configured. Please set weight_transfer_config.")
+        info = request.init_info
+        for rank, worker in enumerate(self._ranks):
+            hello = Hello(token=info["token"], rank=rank, ranks=len(self._ranks))
+            answering = answer_calls(worker, hello, info["address"], info["port"], worker.reached_by)
+            self.answering.append(asyncio.ensure_future(answering))
+
+    async def start_weight_update(self) -> None:
+        self._asked("start")
+        if self._active:
+            raise RuntimeError("start_weight_update called while a weight update is already active.")
+        self._active = True
+
+    async def update_weights(self, request: Any) -> None:
+        self._asked("update")
+        assert self._mode is not None, "loaded while it generates"
+        try:
+            for rank in self._ranks:
+                rank.load(request.update_info["epoch"])
+        except BaseException:
+            self._active = False
+            raise
+
+    async def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self._asked("finish")
+        self._active = False
+
+    async def update_weight_version(self, new_version: str) -> None:
+        self._asked("label")
+        self._label = new_version
+
+    async def get_weight_version(self) -> str:
+        return self._label
+
+    async def compute_weight_checksums(self) -> list[dict[str, str]]:
+        return [{f"tp{rank}": module.digest()} for rank, module in enumerate(self.modules)]
+
+    # -- generation -----------------------------------------------------------------------------------------------
+
+    async def generate(self, prompt: Sequence[int], count: int, started: Callable[[], None] | None) -> Completion:
+        """Generate greedily."""
+        request = object.__hash__(asyncio.current_task())
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._mode is None)
+            self._running.add(request)
+        tokens: list[int] = []
+        switches: list[tuple[str, int]] = []
+        try:
+            while len(tokens) < count and request not in self._aborted:
+                if self._mode == "keep":
+                    async with self._changed:
+                        await self._changed.wait_for(lambda: self._mode != "keep")
+                if not switches or switches[-1][0] != self._label:
+                    switches.append((self._label, len(tokens)))
+                before = tokens[-1] if tokens else prompt[-1]
+                following = {module.following(before) for module in self.modules}
+                assert len(following) == 1, "the ranks hold different weights"
+                tokens += following
+                if started is not None:
+                    started()
+                await asyncio.sleep(0)
+        finally:
+            async with self._changed:
+                self._running.discard(request)
+                self._changed.notify_all()
+        reason: Any = "abort" if request in self._aborted else "length"
+        self._aborted.discard(request)
+        ends = [*(start for _, start in switches[1:]), len(tokens)]
+        spans = (
+            WeightVersionSpan(version=int(label) if label.isdigit() else None, start=start, end=end)
+            for (label, start), end in zip(switches, ends, strict=True)
+        )
+        return Completion(tokens=tuple(tokens), finish_reason=reason, weight_versions=tuple(spans))
