@@ -82,7 +82,9 @@ class FakeVLLMSubject(ChainSubject):
 @pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.asyncio
 async def test_the_adapter_for_vllm_conforms(check: str, ranks: int, prefix_caching: bool) -> None:
-    await CHECKS[check](FakeVLLMSubject(ranks=ranks, prefix_caching=prefix_caching))
+    subject = FakeVLLMSubject(ranks=ranks, prefix_caching=prefix_caching)
+    await CHECKS[check](subject)
+    await subject.engine.aclose()
 
 
 class Unmoved(ChainEngine):

@@ -7,6 +7,7 @@ what only it can do: to hold requests, to have the workers load, to label the we
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable, Mapping
 from typing import Any, TypeVar
 
@@ -21,6 +22,8 @@ from asyncsync.messages import Contacts, EngineStatus, Layout, Policy, Rendezvou
 from asyncsync.shield import shielded
 
 T = TypeVar("T")
+
+_log = logging.getLogger("asyncsync")
 
 LINE_TIMEOUT = 20.0
 """Seconds within which the engine's workers must connect."""
@@ -76,6 +79,7 @@ class VLLMEngine:
         self._epoch = 0
         self._paused_for: int | None = None  # the epoch of the update it is paused for
         self._paused = False  # by an update, maybe another conductor's
+        self._in_session = False
 
     def __repr__(self) -> str:
         return f"<VLLMEngine {self._client!r}: {len(self._ranks.engines)} ranks>"
@@ -110,7 +114,12 @@ class VLLMEngine:
 
     async def accept_layout(self, layout: Layout) -> None:
         """See :meth:`asyncsync.RolloutEngine.accept_layout`."""
-        await self._ranks.accept_layout(layout)
+        try:
+            await self._ranks.accept_layout(layout)
+        except BaseException:
+            if not self._groups:
+                self._hang_up()
+            raise
 
     async def open_group(self, rendezvous: Rendezvous) -> Contacts:
         """See :meth:`asyncsync.RolloutEngine.open_group`."""
@@ -162,7 +171,9 @@ class VLLMEngine:
 
     async def abort_weight_update(self, epoch: int, published: int | None) -> EngineStatus:
         """See :meth:`asyncsync.RolloutEngine.abort_weight_update`."""
-        return await self._ranks.abort_weight_update(epoch, published)
+        status = await self._ranks.abort_weight_update(epoch, published)
+        await self._end_session()
+        return status
 
     async def resume_generation(self, epoch: int) -> None:
         """See :meth:`asyncsync.RolloutEngine.resume_generation`."""
@@ -190,9 +201,11 @@ class VLLMEngine:
         await self._start_session()
         await self._asked("update_weights", self._client.update({"epoch": order.epoch}))
         await self._asked("finish_weight_update", self._client.finish_update(str(order.version)))
+        self._in_session = False
 
     async def _start_session(self) -> None:
         """Begin vLLM's session; one that was left open, by a conductor that died, is ended first."""
+        self._in_session = True
         try:
             await self._asked("start_weight_update", self._client.start_update())
         except EngineError as error:
@@ -201,9 +214,18 @@ class VLLMEngine:
             await self._asked("finish_weight_update", self._client.finish_update(None))
             await self._asked("start_weight_update", self._client.start_update())
 
+    async def _end_session(self) -> None:
+        """End the session of vLLM that may be open still. Mostly vLLM has ended it; our backend does nothing in that."""
+        if self._in_session:
+            try:
+                await self._asked("finish_weight_update", self._client.finish_update(None))
+            except EngineError as error:
+                _log.debug("vLLM's session was ended before: %s", error)
+            self._in_session = False
+
     async def _give_up(self, epoch: int) -> None:
         """End a commit that failed: go on, if what every worker holds is whole."""
-        status = await self._ranks.abort_weight_update(epoch, None)
+        status = await self.abort_weight_update(epoch, None)
         if status.tainted is None:
             await self._resume(epoch)
 

@@ -1,0 +1,327 @@
+"""vLLM's adapter where vLLM itself cannot be made to: calls that fail, lines that break, servers that answer oddly."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+import asyncsync
+from asyncsync import EngineState, WeightSynchronizer
+from asyncsync.engines import channel
+from asyncsync.engines.channel import Exchange, Hello, Line, answer_calls
+from asyncsync.engines.vllm.clients import HTTPClient, client_for
+from asyncsync.messages import EngineStatus
+from asyncsync.testing import failed, step
+from tests.chain import Chain, continued
+from tests.fake_vllm import FakeLLM
+
+COMMIT = ["pause wait True", "start", "update", "finish", "label", "resume"]
+
+
+async def serves(llm: FakeLLM, model: Chain) -> bool:
+    generated = await llm.generate([7], 12, None)
+    return list(generated.tokens) == continued(model, model, 7, 0, 12)
+
+
+@pytest.mark.asyncio
+async def test_an_update_asks_vllm_for_no_more_than_it_must() -> None:
+    llm, model = FakeLLM(ranks=2), Chain(1)
+    async with WeightSynchronizer(model, [asyncsync.VLLMEngine(llm)]) as synchronizer:
+        await synchronizer.update_weights()
+        assert llm.calls == ["init", *COMMIT]
+        await synchronizer.update_weights()
+        assert llm.calls[len(COMMIT) + 1 :] == COMMIT, "connected, it only commits"
+    assert all(task.done() for task in llm.answering) or await asyncio.gather(*llm.answering) is not None
+
+
+@pytest.mark.parametrize("call", [*COMMIT, "load"])
+@pytest.mark.asyncio
+async def test_whatever_call_fails_the_engine_is_whole_or_tainted_and_the_next_update_works(call: str) -> None:
+    llm, model, old = FakeLLM(ranks=2), Chain(1), Chain(1)
+    async with WeightSynchronizer(model, [asyncsync.VLLMEngine(llm)]) as synchronizer:
+        await synchronizer.update_weights()
+        step(model, 1)
+        llm.failing.add(call)
+        error = await failed(synchronizer.update_weights())
+        assert "planned" in str(error)
+        assert isinstance(error, asyncsync.WeightUpdateError)
+        (outcome,) = error.outcomes
+        loaded = call in ("finish", "label", "resume")
+        if call == "load":
+            assert outcome.state is EngineState.TAINTED
+            assert await llm.is_sleeping(), "it stays paused"
+        elif call == "resume":
+            assert outcome.state in (EngineState.UPDATED, EngineState.LOST)
+        else:
+            assert outcome.state is (EngineState.UPDATED if loaded else EngineState.UNCHANGED)
+            assert await serves(llm, model if loaded else old)
+        step(model, 2)
+        await synchronizer.update_weights()
+        assert await serves(llm, model)
+
+
+@pytest.mark.asyncio
+async def test_a_rank_whose_line_breaks_is_named_and_reached_anew() -> None:
+    llm, model = FakeLLM(ranks=2), Chain(1)
+    async with WeightSynchronizer(model, [asyncsync.VLLMEngine(llm)]) as synchronizer:
+        await synchronizer.update_weights()
+        llm.answering[1].cancel()
+        error = await failed(synchronizer.update_weights())
+        assert "rank 1 is gone: its connection broke" in str(error)
+        await synchronizer.update_weights()
+        assert await serves(llm, model)
+
+
+@pytest.mark.asyncio
+async def test_a_session_that_was_left_open_is_ended_first() -> None:
+    llm, model = FakeLLM(), Chain(1)
+    await llm.start_weight_update()
+    async with WeightSynchronizer(model, [asyncsync.VLLMEngine(llm)]) as synchronizer:
+        await synchronizer.update_weights()
+        assert await serves(llm, model)
+    assert llm.calls[-7:] == ["start", "finish", "start", *COMMIT[2:]]
+
+
+@pytest.mark.asyncio
+async def test_an_engine_that_sleeps_or_that_others_have_paused_is_refused() -> None:
+    llm, model = FakeLLM(), Chain(1)
+    async with WeightSynchronizer(model, [asyncsync.VLLMEngine(llm)]) as synchronizer:
+        await synchronizer.update_weights()
+        llm.sleeping = True
+        for _ in range(2):
+            assert "asleep" in str(await failed(synchronizer.update_weights()))
+        llm.sleeping = False
+        await llm.pause_generation(mode="keep", clear_cache=False)
+        assert "somebody else has paused it" in str(await failed(synchronizer.update_weights()))
+        await llm.resume_generation()
+        await synchronizer.update_weights()
+
+
+@pytest.mark.asyncio
+async def test_continue_is_refused_where_a_prefix_cache_would_be_served() -> None:
+    llm = FakeLLM(prefix_caching=True)
+    async with WeightSynchronizer(Chain(1), [asyncsync.VLLMEngine(llm)], policy="continue") as synchronizer:
+        with pytest.raises(asyncsync.ConnectError, match=r"cannot continue.*enable_prefix_caching=False"):
+            await synchronizer.connect()
+
+
+@pytest.mark.asyncio
+async def test_an_engine_without_the_backend_says_how_to_start_it() -> None:
+    llm = FakeLLM()
+    llm.backend = False
+    async with WeightSynchronizer(Chain(1), [asyncsync.VLLMEngine(llm)]) as synchronizer:
+        error = await failed(synchronizer.update_weights())
+    assert 'weight_transfer_config={"backend": "asyncsync"}' in str(error)
+
+
+@pytest.mark.asyncio
+async def test_checksums_of_all_workers_are_given_as_one() -> None:
+    llm, model = FakeLLM(ranks=2), Chain(1)
+    engine = asyncsync.VLLMEngine(llm)
+    async with WeightSynchronizer(model, [engine]) as synchronizer:
+        await synchronizer.update_weights()
+        assert await engine.weights_checksum() == {"tp0": model.digest(), "tp1": model.digest()}
+
+
+# -- lines ------------------------------------------------------------------------------------------------------------
+
+
+class Echo:
+    """A rank of nothing."""
+
+    def __init__(self) -> None:
+        self.cancelled = asyncio.Event()
+        self.joining = asyncio.Event()
+
+    async def describe_engine(self) -> EngineStatus:
+        return EngineStatus(instance="echo", device="cpu", staged=True, cannot={"abort": "it has no mouth"})
+
+    async def leave_group(self, connection: str) -> None:
+        raise ValueError(f"no {connection} here")
+
+    async def join_group(self, connection: str, contacts: asyncsync.Contacts) -> None:
+        self.joining.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            self.cancelled.set()
+            raise
+
+
+async def connected(echo: Echo, exchange: Exchange) -> tuple[Line, asyncio.Task[None]]:
+    port = await exchange.open()
+    said = Hello(token=exchange.token, rank=0, ranks=1)
+    answering = asyncio.ensure_future(answer_calls(echo, said, exchange.address, port))
+    return (await exchange.all_lines(5))[0], answering
+
+
+@pytest.mark.asyncio
+async def test_a_line_carries_values_errors_and_cancellations() -> None:
+    echo, exchange = Echo(), Exchange("127.0.0.1")
+    line, answering = await connected(echo, exchange)
+    assert await line.call("describe_engine") == await echo.describe_engine()
+    with pytest.raises(asyncsync.EngineError, match="ValueError: no group here"):
+        await line.call("leave_group", "group")
+    with pytest.raises(asyncsync.EngineError, match="KeyError"):
+        await line.call("no_such_call")
+    joining = asyncio.create_task(line.call("join_group", "group", {"0/1": b"\x00\xff"}))
+    await echo.joining.wait()
+    joining.cancel()
+    await echo.cancelled.wait()
+    with pytest.raises(asyncio.CancelledError):
+        await joining
+    echo.joining.clear()
+    waiting = asyncio.create_task(line.call("join_group", "group", {}))
+    await echo.joining.wait()
+    answering.cancel()
+    with pytest.raises(asyncsync.EngineError, match="rank 0 is gone"):
+        await waiting
+    with pytest.raises(asyncsync.EngineError, match="rank 0 is gone"):
+        await line.call("describe_engine")
+    exchange.close()
+
+
+@pytest.mark.parametrize(
+    "hello", [{"token": "guessed"}, {"protocol": 1}], ids=["without the token", "of another protocol"]
+)
+@pytest.mark.asyncio
+async def test_a_stranger_gets_no_line(hello: dict[str, Any]) -> None:
+    exchange = Exchange("127.0.0.1")
+    port = await exchange.open()
+    said = msgspec.structs.replace(Hello(token=exchange.token, rank=0, ranks=1), **hello)
+    await answer_calls(Echo(), said, exchange.address, port)  # ends, since it is hung up on
+    assert exchange.lines == []
+    with pytest.raises(asyncsync.ConnectError, match="did not connect"):
+        await exchange.all_lines(0.01)
+    exchange.close()
+
+
+@pytest.mark.parametrize("data", [b"GET / HTTP/1.1\r\n\r\n", struct.pack("!I", 3) + b"abc", struct.pack("!I", 2**31)])
+@pytest.mark.asyncio
+async def test_whatever_is_sent_to_an_exchange_it_goes_on(data: bytes) -> None:
+    echo, exchange = Echo(), Exchange("127.0.0.1")
+    port = await exchange.open()
+    reader, writer = await asyncio.open_connection(exchange.address, port)
+    writer.write(data)
+    writer.write_eof()
+    assert await reader.read() == b""
+    writer.close()
+    line, answering = await connected(echo, exchange)
+    assert (await line.call("describe_engine")).instance == "echo"
+    exchange.close()
+    await answering
+
+
+def test_no_call_but_those_that_are_named_can_be_made() -> None:
+    assert set(channel.CALLS) == {
+        "describe_engine",
+        "accept_layout",
+        "open_group",
+        "join_group",
+        "leave_group",
+        "receive_weights",
+        "abort_weight_update",
+        "note_pause",
+    }
+
+
+# -- HTTP -------------------------------------------------------------------------------------------------------------
+
+
+def over(handler: Callable[[Any], Any]) -> HTTPClient:
+    """A client whose requests a function answers."""
+    import httpx
+
+    client = HTTPClient("http://engine:8000/", api_key="secret", timeout=3)
+    headers = {"Authorization": "Bearer secret"}
+    client._http = httpx.AsyncClient(base_url=client.url, headers=headers, transport=httpx.MockTransport(handler))
+    return client
+
+
+@pytest.mark.asyncio
+async def test_the_servers_routes() -> None:
+    import httpx
+
+    seen: list[tuple[str, str, Any]] = []
+
+    def answer(request: Any) -> Any:
+        assert request.headers["Authorization"] == "Bearer secret"
+        body = json.loads(request.content) if request.content else None
+        seen.append((request.method, str(request.url).removeprefix("http://engine:8000"), body))
+        answers = {"/is_sleeping": {"is_sleeping": True}, "/weight_info": {"weight_version": "3"}}
+        return httpx.Response(200, json=answers.get(request.url.path, {"checksums": {"a": "1"}}))
+
+    client = over(answer)
+    await client.pause("keep", clear_cache=False)
+    await client.resume()
+    await client.init_transfer({"port": 1})
+    await client.start_update()
+    await client.update({"epoch": 2})
+    await client.finish_update("3")
+    await client.finish_update(None)
+    assert (await client.is_sleeping(), await client.weight_version(), await client.checksums()) == (
+        True,
+        "3",
+        {"a": "1"},
+    )
+    await client.aclose()
+    assert seen == [
+        ("POST", "/pause?mode=keep&clear_cache=false", None),
+        ("POST", "/resume", None),
+        ("POST", "/init_weight_transfer_engine", {"init_info": {"port": 1}}),
+        ("POST", "/start_weight_update", None),
+        ("POST", "/update_weights", {"update_info": {"epoch": 2}}),
+        ("POST", "/finish_weight_update", {"weight_version": "3"}),
+        ("POST", "/finish_weight_update", {}),
+        ("GET", "/is_sleeping", None),
+        ("GET", "/weight_info", None),
+        ("POST", "/weight_checker", {"action": "checksum"}),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "told"),
+    [
+        (500, {"error": {"message": "Worker failed with error 'planned'"}}, "answered 500: Worker failed.*planned"),
+        (401, {"error": "Unauthorized"}, "answered 401 .wrong api_key"),
+        (404, {"detail": "Not Found"}, "VLLM_SERVER_DEV_MODE=1"),
+        (502, "a proxy's page", "answered 502: a proxy's page"),
+    ],
+)
+@pytest.mark.asyncio
+async def test_a_servers_errors_are_told(status: int, body: Any, told: str) -> None:
+    import httpx
+
+    content = {"text": body} if isinstance(body, str) else {"json": body}
+    client = over(lambda request: httpx.Response(status, **content))
+    with pytest.raises(asyncsync.EngineError, match=told):
+        await client.start_update()
+    await client.aclose()
+
+
+@pytest.mark.parametrize(("kind", "told"), [("ReadTimeout", "did not answer within 3 s"), ("ConnectError", "reached")])
+@pytest.mark.asyncio
+async def test_a_server_that_is_not_there_is_an_engines_error(kind: str, told: str) -> None:
+    import httpx
+
+    def fail(request: Any) -> Any:
+        raise getattr(httpx, kind)("planned", request=request)
+
+    client = over(fail)
+    with pytest.raises(asyncsync.EngineError, match=told):
+        await client.resume()
+    await client.aclose()
+
+
+def test_what_is_no_engine_of_vllms_is_refused() -> None:
+    with pytest.raises(TypeError, match="int is no vLLM engine: it lacks pause_generation"):
+        client_for(3, api_key=None, timeout=1)
+    with pytest.raises(TypeError, match="is no vLLM engine"):
+        asyncsync.VLLMEngine(object())
+    assert "http://engine:8000" in repr(asyncsync.VLLMEngine("http://engine:8000/"))
