@@ -215,7 +215,7 @@ class VLLMEngine:
             await self._asked("start_weight_update", self._client.start_update())
 
     async def _end_session(self) -> None:
-        """End the session of vLLM that may be open still. Mostly vLLM has ended it; our backend does nothing in that."""
+        """End vLLM's session, which may be open still; mostly vLLM has ended it. Our backend does nothing in that."""
         if self._in_session:
             try:
                 await self._asked("finish_weight_update", self._client.finish_update(None))
