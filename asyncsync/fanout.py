@@ -54,6 +54,7 @@ async def _wait_for_cause(failures: Sequence[BaseException], tasks: Iterable[asy
         running = [task for task in tasks if not task.done()]
         left = deadline - asyncio.get_running_loop().time()
         if not running or left <= 0:
+            await asyncio.sleep(0)  # one that has failed in this very moment is noted now
             return
         await asyncio.wait(running, timeout=left, return_when=asyncio.FIRST_EXCEPTION)
 

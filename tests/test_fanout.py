@@ -106,10 +106,11 @@ async def test_an_error_that_leaves_a_phase_knows_its_name() -> None:
     assert (caught.value.phase, caught.value.bucket) == ("transfer", 3)
 
 
-async def test_a_lost_link_waits_for_the_failure_it_comes_from() -> None:
+@pytest.mark.parametrize("turns", [1, 2, 3, 4])
+async def test_a_lost_link_waits_for_the_failure_it_comes_from(turns: int) -> None:
     cause = OSError("the disk is full")
     with pytest.raises(OSError, match="disk"):
-        await race({1: value(1), 2: Calls().fail(LinkLostError("gone")), 3: Calls().fail(cause, turns=3)})
+        await race({1: value(1), 2: Calls().fail(LinkLostError("gone")), 3: Calls().fail(cause, turns=turns)})
     with pytest.raises(LinkLostError, match="first"):
         await race({1: Calls().fail(LinkLostError("first")), 2: Calls().fail(LinkLostError("second"), turns=2)})
 
