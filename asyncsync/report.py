@@ -51,7 +51,7 @@ class WeightUpdate:
         buckets: Buckets sent.
         bytes: Bytes of the tensors sent, padding not counted.
         bytes_changed: Bytes of the tensors that differ.
-        digest: Digest of the whole set of weights, confirmed by every engine (32 hex digits).
+        digest: Digest of the whole set of weights, confirmed by every engine that can tell (32 hex digits).
         seconds: Seconds by phase, plus ``"total"``. ``"drain"`` is how long the update waited for generations to end
             (new ones wait meanwhile), ``"paused"`` how long nothing was generated after that.
     """

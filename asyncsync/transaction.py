@@ -107,7 +107,8 @@ class Transaction:
             receipts = await race(ends)
             self._attempt.sent = receipts.pop(None)
             for member, receipt in receipts.items():
-                self._attempt.digests[cast("Member", member)] = receipt.digest
+                if receipt.digest is not None:
+                    self._attempt.digests[cast("Member", member)] = receipt.digest
             for member, digest in self._attempt.digests.items():
                 if digest != self._attempt.digest:
                     sent = self._attempt.digest
