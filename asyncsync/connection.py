@@ -9,7 +9,7 @@ costs two rounds, not three.
 Engines are connected in *cohorts*: those that were connected together are in one group with each source, so that one
 broadcast serves them all. Engines that join become a cohort of their own, and nobody else is touched. A cohort that an
 engine has left is formed anew of those that remain and those that join. As each bucket is sent to each cohort, there
-are only so many: beyond that, all are made one.
+are only so many: beyond that, all are made one. An engine that takes another kind of group is alone in it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
@@ -39,6 +39,7 @@ from asyncsync.messages import (
     ReadOptions,
     Rendezvous,
     TrainerStatus,
+    Transport,
     UpdateOrder,
     next_epoch,
 )
@@ -69,12 +70,14 @@ class Cohort:
         engines: What identified each engine, with its number of ranks, when it was connected.
         sources: What identified each source.
         backend: Of the groups.
+        transport: Of the groups.
     """
 
     connections: tuple[str, ...]
     engines: Mapping[Member, tuple[str, int]]
     sources: tuple[str, ...]
     backend: Backend
+    transport: Transport
 
     def stands(
         self, sources: Sequence[TrainerStatus], engines: Mapping[Member, EngineStatus], backend: Backend
@@ -233,8 +236,10 @@ class Connection:
         unacquainted = [member for member, status in engines.items() if not is_acquainted(status, layout)]
         backend = self.choose_backend([*sources, *engines.values()])
         standing = [cohort for cohort in self._cohorts if cohort.stands(sources, engines, backend)]
-        if len(standing) >= MAX_COHORTS and sum(len(cohort.engines) for cohort in standing) < len(engines):
-            standing = []
+        shared = [cohort for cohort in standing if cohort.transport == "asyncsync"]
+        many = sum(status.transport == "asyncsync" for status in engines.values())
+        if len(shared) >= MAX_COHORTS and sum(len(cohort.engines) for cohort in shared) < many:
+            standing = [cohort for cohort in standing if cohort not in shared]
         alone = {
             member: status
             for member, status in engines.items()
@@ -255,14 +260,17 @@ class Connection:
             await self._sources.race(lambda number, source: source.describe_weights(self._options, self._plans[number]))
         )
 
-    async def acquaint(self, member: Member) -> None:
+    async def acquaint(self, member: Member, status: EngineStatus) -> None:
         """Have an engine accept the layout that was agreed on last, if there is one.
+
+        One that needs whole tensors may have to wait for the next update, which agrees on another.
 
         Raises:
             PlanError: The weights do not fit it.
             EngineError: It failed.
         """
-        if (layout := self.layout) is not None:
+        layout = self.layout
+        if layout is not None and layout.whole_tensors >= status.whole_tensors:
             await member.call(lambda engine: engine.accept_layout(layout), JOIN_TIMEOUT)
 
     async def aclose(self) -> None:
@@ -323,17 +331,27 @@ class Connection:
         engines: Mapping[Member, EngineStatus],
         backend: Backend,
     ) -> None:
-        """Make a cohort of engines that are in none, beside those that stand."""
+        """Make cohorts of engines that are in none, beside those that stand."""
         gone = [cohort for cohort in self._cohorts if cohort not in standing]
         self._cohorts = tuple(standing)  # until it is: a failed connect must not look like a connection (R13)
         if gone:
             await self._sources_leave([cohort.connections for cohort in gone])
-        if not engines:
-            return
+        for transport, some in _cohorts_of(engines):
+            await self._connect_cohort(clock, sources, some, backend, transport)
+
+    async def _connect_cohort(
+        self,
+        clock: UpdateClock,
+        sources: Sequence[TrainerStatus],
+        engines: Mapping[Member, EngineStatus],
+        backend: Backend,
+        transport: Transport,
+    ) -> None:
         connections = tuple(secrets.token_hex(16) for _ in sources)
         rendezvous = Rendezvous(
             connection="",
             backend=backend,
+            transport=transport,
             rank=0,
             world_size=1 + sum(status.world_size for status in engines.values()),
             join_timeout=min(JOIN_TIMEOUT, clock.limit("connect")),
@@ -347,7 +365,7 @@ class Connection:
             await shielded(self._leave(connections, engines))
             raise
         identities = {member: _identity(status) for member, status in engines.items()}
-        self._cohorts += (Cohort(connections, identities, _identities(sources), backend),)
+        self._cohorts += (Cohort(connections, identities, _identities(sources), backend, transport),)
         _log.debug("connected %d engines to %d sources over %s", len(engines), len(sources), backend)
 
     async def _form(self, source: Source, engines: Mapping[Member, EngineStatus], rendezvous: Rendezvous) -> None:
@@ -384,6 +402,18 @@ class Connection:
                 await engine.leave_group(connection)
 
         _note((await settle({member: member.call(leave, timeout) for member in members})).values())
+
+
+def _cohorts_of(
+    engines: Mapping[Member, EngineStatus],
+) -> Iterator[tuple[Transport, Mapping[Member, EngineStatus]]]:
+    """Who shares a group. In one of vLLM's nothing has a timeout: an engine that fails would hang the others."""
+    shared = {member: status for member, status in engines.items() if status.transport == "asyncsync"}
+    if shared:
+        yield "asyncsync", shared
+    for member, status in engines.items():
+        if member not in shared:
+            yield status.transport, {member: status}
 
 
 def engine_ends(

@@ -29,6 +29,10 @@ NameMap: TypeAlias = Callable[[str], str | None]
 
 Backend: TypeAlias = Literal["gloo", "nccl"]
 
+Transport: TypeAlias = Literal["asyncsync", "pynccl"]
+"""What kind of group: one whose members meet over the control plane; or one of vLLM's, that its workers join by
+themselves, which meet at a store of the source's."""
+
 Contacts: TypeAlias = dict[str, bytes]
 """What a group's members must know to reach others of them; made and read by the transport alone."""
 
@@ -161,6 +165,7 @@ class EngineStatus:
         device: Device type of its weights.
         staged: Whether it holds new weights beside the old until the commit.
         whole_tensors: Whether it can take buckets only of whole tensors, of one dtype each.
+        transport: What kind of group it joins.
         policies: What it can do with requests in flight.
         cannot: Why it cannot do others, where that can be changed.
         world_size: How many ranks of it receive.
@@ -185,6 +190,7 @@ class EngineStatus:
     device: str
     staged: bool
     whole_tensors: bool = False
+    transport: Transport = "asyncsync"
     policies: tuple[Policy, ...] = ("drain",)
     cannot: Mapping[Policy, str] = field(default_factory=dict)
     world_size: int = 1
@@ -210,6 +216,7 @@ class Rendezvous:
     Attributes:
         connection: Its name, random and never used again: who does not know it cannot join.
         backend: Chosen once, for all ends (R10).
+        transport: What kind of group it is.
         rank: This member's rank (its first, if it has several); the source is rank 0.
         source: Which of several sources that is. An engine is in one group of each at a time. :data:`PEER`: it is an
             engine that gives its weights to others.
@@ -228,6 +235,7 @@ class Rendezvous:
     join_timeout: float
     operation_timeout: float
     source: int = 0
+    transport: Transport = "asyncsync"
     shards_of: int | None = None
     protocol: int = PROTOCOL_VERSION
 

@@ -101,7 +101,7 @@ class Sender:
         Args:
             plan: The plan.
             filler: Where the bytes come from.
-            links: Where they go: every bucket over each of them. All on the same type of device.
+            links: Where they go: every bucket over each of them.
             stop: Ends it, from another thread.
             witness: Takes every bucket as well, on the hashing thread.
 
@@ -109,7 +109,8 @@ class Sender:
             TransferError: A bucket did not arrive, or it was stopped.
         """
         digests = StreamingDigests(len(plan.specs))
-        device = links[0].device
+        devices = {link.device for link in links}
+        device = "cpu" if "cpu" in devices else links[0].device  # a link to other devices moves the bytes by itself
         on_the_way: deque[_Sent] = deque()
         filled = 0
 

@@ -312,10 +312,10 @@ class WeightSynchronizer:
 
     async def _admit(self, member: Member) -> None:
         """Let an engine in once it has answered and its weights fit, lest it spoil an update for the others."""
-        await Fleet([member]).describe(self._policy, min(self._timeout, DESCRIBE_TIMEOUT))
+        statuses = await Fleet([member]).describe(self._policy, min(self._timeout, DESCRIBE_TIMEOUT))
         if self._connection.layout is not None:
             async with self._turn():
-                await self._connection.acquaint(member)
+                await self._connection.acquaint(member, statuses[member])
         self._membership.admit(member)
 
     async def remove_engine(self, engine: Any) -> None:

@@ -39,7 +39,7 @@ DOORS = {
     "typer": {"cli"},
     "rich": {"cli"},
     "transformers": {"demo", "engines"},
-    "vllm": {"engines"},
+    "vllm": {"engines", "transports"},
     "httpx": {"engines"},
     "msgspec": {"engines"},
 }

@@ -142,17 +142,19 @@ WITH_PREFIX_CACHE: tuple[Policy, ...] = ("drain", "abort", "recompute")
 
 
 @asynccontextmanager
-async def in_process(path: Path, *, ranks: int = 1, prefix_cache: bool = True) -> AsyncIterator[VLLMSubject]:
+async def in_process(
+    path: Path, *, backend: Any = "asyncsync", ranks: int = 1, prefix_cache: bool = True, **settings: Any
+) -> AsyncIterator[VLLMSubject]:
     """An engine in this process, of one rank or more."""
     os.environ.update(ENVIRONMENT | (TWO_CORES if ranks == 2 else {}))
-    llm = new_llm(path, tensor_parallel_size=ranks, enable_prefix_caching=prefix_cache)
+    llm = new_llm(path, tensor_parallel_size=ranks, enable_prefix_caching=prefix_cache, **settings)
     try:
 
         async def ask_here(*args: Any) -> Completion:
             return await ask(llm, *args)
 
         policies = WITH_PREFIX_CACHE if prefix_cache else EVERY_POLICY
-        subject = VLLMSubject(asyncsync.VLLMEngine(llm), ask_here, policies)
+        subject = VLLMSubject(asyncsync.VLLMEngine(llm, backend=backend), ask_here, policies)
         yield subject
         await subject.engine.aclose()
     finally:
@@ -162,7 +164,7 @@ async def in_process(path: Path, *, ranks: int = 1, prefix_cache: bool = True) -
 
 
 @asynccontextmanager
-async def in_actor(path: Path, **settings: Any) -> AsyncIterator[VLLMSubject]:
+async def in_actor(path: Path, *, backend: Any = "asyncsync", **settings: Any) -> AsyncIterator[VLLMSubject]:
     """An engine in a Ray actor; ``subject.actor`` is its handle."""
     actor = Rollout.options(runtime_env={"env_vars": ENVIRONMENT}).remote(str(path), **settings)
 
@@ -173,7 +175,7 @@ async def in_actor(path: Path, **settings: Any) -> AsyncIterator[VLLMSubject]:
             started()
         return await answer  # type: ignore[no-any-return]
 
-    subject = VLLMSubject(asyncsync.VLLMEngine(actor), ask_actor, WITH_PREFIX_CACHE)
+    subject = VLLMSubject(asyncsync.VLLMEngine(actor, backend=backend), ask_actor, WITH_PREFIX_CACHE)
     subject.actor = actor  # type: ignore[attr-defined]
     try:
         yield subject

@@ -1,4 +1,4 @@
-"""What every transport offers: a link a member, over which buckets travel in order."""
+"""What every transport offers: a way to join, and a link a member, over which buckets travel in order."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import threading
 from typing import Any, Protocol
 
 from torch import Tensor
+
+from asyncsync.messages import Contacts, Rendezvous
 
 
 class Link(Protocol):
@@ -20,7 +22,10 @@ class Link(Protocol):
     """Device type that the bytes are sent from and received on."""
 
     def start_send(self, flat: Tensor) -> Any:
-        """Start to send a flat uint8 tensor, which must stay as it is until the returned handle is waited for."""
+        """Start to send a flat uint8 tensor, which must stay as it is until the returned handle is waited for.
+
+        It lies on the link's own type of device, or on the CPU.
+        """
         ...
 
     def start_receive(self, flat: Tensor) -> Any:
@@ -41,4 +46,34 @@ class Link(Protocol):
 
     def close(self) -> None:
         """Leave the group. Never blocks: what is still on its way is left behind, its buffers must not be reused."""
+        ...
+
+
+class GroupJoining(Protocol):
+    """A group that is being joined, in two steps: one's own contacts first, then those of all."""
+
+    rendezvous: Rendezvous
+
+    def join(self) -> Link:
+        """Collective. Make the group. Blocks until all members are there: called on the member's worker thread.
+
+        Raises:
+            ConnectError: Not every member came in time, one could not be reached, or it was stopped.
+        """
+        ...
+
+    async def contacts(self) -> Contacts:
+        """How this member is reached, once :meth:`join` has begun on its thread.
+
+        Raises:
+            ConnectError: It cannot be reached: joining has failed already.
+        """
+        ...
+
+    def introduce(self, contacts: Contacts) -> None:
+        """Tell this member how the others are reached."""
+        ...
+
+    def stop(self) -> None:
+        """Have :meth:`join` give up at once."""
         ...

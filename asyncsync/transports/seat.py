@@ -9,7 +9,9 @@ from asyncsync.errors import ConnectError
 from asyncsync.fanout import settle
 from asyncsync.guard import MemorySaverGuard
 from asyncsync.messages import Contacts, Rendezvous
-from asyncsync.transports.broadcast import BroadcastLink, Joining
+from asyncsync.transports.base import GroupJoining, Link
+from asyncsync.transports.broadcast import Joining
+from asyncsync.transports.pynccl import PyNcclJoining
 
 
 class Seat:
@@ -24,8 +26,8 @@ class Seat:
 
     def __init__(self, guard: Callable[[], MemorySaverGuard]) -> None:
         self._guard = guard
-        self._joining: tuple[Joining, asyncio.Future[None]] | None = None
-        self.link: BroadcastLink | None = None
+        self._joining: tuple[GroupJoining, asyncio.Future[None]] | None = None
+        self.link: Link | None = None
 
     def __repr__(self) -> str:
         return f"<Seat {'joining' if self._joining and not self.link else self.link}>"
@@ -56,7 +58,11 @@ class Seat:
         """
         while self.taken:  # another may have opened one meanwhile
             await self.leave()
-        joining = Joining(rendezvous, address=address)
+        joining: GroupJoining
+        if rendezvous.transport == "pynccl":
+            joining = PyNcclJoining(rendezvous, address=address)
+        else:
+            joining = Joining(rendezvous, address=address)
         joined = asyncio.ensure_future(self._join(joining))
         self._joining = joining, joined
         contacts = asyncio.ensure_future(joining.contacts())
@@ -84,7 +90,7 @@ class Seat:
         joining.introduce(contacts)
         await asyncio.shield(joined)
 
-    async def _join(self, joining: Joining) -> None:
+    async def _join(self, joining: GroupJoining) -> None:
         def join() -> None:
             # Sets the link itself: whoever leaves the seat after a cancelled join still finds it.
             self.link = joining.join()

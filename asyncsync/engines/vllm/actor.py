@@ -70,3 +70,15 @@ class VLLMActor:
         """See ``AsyncLLM``."""
         found: list[dict[str, str]] = await self.llm.compute_weight_checksums()
         return found
+
+    async def shutdown_weight_transfer_engine(self) -> None:
+        """See ``AsyncLLM``."""
+        await self.llm.shutdown_weight_transfer_engine()
+
+    async def get_world_size(self) -> int:
+        """How many workers the engine has, those of all data parallel replicas together."""
+        return int(self.llm.vllm_config.parallel_config.world_size_across_dp)
+
+    async def has_prefix_cache(self) -> bool:
+        """Whether the engine keeps what prefixes of requests came to."""
+        return bool(self.llm.vllm_config.cache_config.enable_prefix_caching)

@@ -6,16 +6,19 @@ Each offers the same few calls, under our words; the names and forms on the othe
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 from urllib.parse import urlsplit
 
 from asyncsync import cluster
-from asyncsync.errors import EngineError
+from asyncsync.errors import AsyncSyncError, EngineError
+from asyncsync.fanout import is_ours
 
 if TYPE_CHECKING:
     import httpx
+
+T = TypeVar("T")
 
 PauseMode = Literal["abort", "wait", "keep"]
 
@@ -57,12 +60,24 @@ class VLLMClient(Protocol):
         """Whether the engine has been put to sleep."""
         ...
 
-    async def weight_version(self) -> str:
-        """The label of the weights."""
+    async def weight_version(self) -> str | None:
+        """The label of the weights; None if it does not tell."""
         ...
 
     async def checksums(self) -> dict[str, str]:
         """A checksum of each parameter as vLLM holds it, on each worker."""
+        ...
+
+    async def end_transfer(self) -> None:
+        """Have the weight-transfer backend in every worker leave what it has joined, if that can be asked."""
+        ...
+
+    async def ranks(self) -> int | None:
+        """How many workers it has, those of all data parallel replicas together; None if it does not tell."""
+        ...
+
+    async def prefix_caching(self) -> bool | None:
+        """Whether it keeps what prefixes of requests came to; None if it does not tell."""
         ...
 
     async def aclose(self) -> None:
@@ -121,9 +136,9 @@ class InProcessClient:
         """See :class:`VLLMClient`."""
         return bool(await self._call("is_sleeping"))
 
-    async def weight_version(self) -> str:
+    async def weight_version(self) -> str | None:
         """See :class:`VLLMClient`."""
-        return str(await self._call("get_weight_version"))
+        return str(await self._call("get_weight_version")) if self._has("get_weight_version") else None
 
     async def checksums(self) -> dict[str, str]:
         """See :class:`VLLMClient`."""
@@ -132,6 +147,24 @@ class InProcessClient:
             for worker in await self._call("compute_weight_checksums")
             for name, checksum in worker.items()
         }
+
+    async def end_transfer(self) -> None:
+        """See :class:`VLLMClient`."""
+        if self._has("shutdown_weight_transfer_engine"):
+            await self._call("shutdown_weight_transfer_engine")
+
+    async def ranks(self) -> int | None:
+        """See :class:`VLLMClient`."""
+        config = getattr(self._llm, "vllm_config", None)
+        return None if config is None else int(config.parallel_config.world_size_across_dp)
+
+    async def prefix_caching(self) -> bool | None:
+        """See :class:`VLLMClient`."""
+        config = getattr(self._llm, "vllm_config", None)
+        return None if config is None else bool(config.cache_config.enable_prefix_caching)
+
+    def _has(self, method: str) -> bool:
+        return callable(getattr(self._llm, method, None))
 
     async def aclose(self) -> None:
         """See :class:`VLLMClient`."""
@@ -173,7 +206,18 @@ class RayClient(InProcessClient):
 
     async def is_sleeping(self) -> bool:
         """See :class:`VLLMClient`. An actor that does not tell is taken to be awake."""
-        return not cluster.missing_methods(self._llm, ("is_sleeping",)) and await super().is_sleeping()
+        return self._has("is_sleeping") and await super().is_sleeping()
+
+    async def ranks(self) -> int | None:
+        """See :class:`VLLMClient`."""
+        return int(await self._call("get_world_size")) if self._has("get_world_size") else None
+
+    async def prefix_caching(self) -> bool | None:
+        """See :class:`VLLMClient`."""
+        return bool(await self._call("has_prefix_cache")) if self._has("has_prefix_cache") else None
+
+    def _has(self, method: str) -> bool:
+        return not cluster.missing_methods(self._llm, (method,))
 
 
 class HTTPClient:
@@ -256,7 +300,7 @@ class HTTPClient:
         """See :class:`VLLMClient`."""
         return bool((await self._request("GET", "/is_sleeping"))["is_sleeping"])
 
-    async def weight_version(self) -> str:
+    async def weight_version(self) -> str | None:
         """See :class:`VLLMClient`."""
         return str((await self._request("GET", "/weight_info"))["weight_version"])
 
@@ -264,6 +308,18 @@ class HTTPClient:
         """See :class:`VLLMClient`."""
         found: dict[str, str] = (await self._post("/weight_checker", {"action": "checksum"}))["checksums"]
         return found
+
+    async def end_transfer(self) -> None:
+        """See :class:`VLLMClient`."""
+        await self._post("/shutdown_weight_transfer_engine")
+
+    async def ranks(self) -> int | None:
+        """See :class:`VLLMClient`."""
+        return int((await self._request("GET", "/get_world_size", params={"include_dp": "true"}))["world_size"])
+
+    async def prefix_caching(self) -> bool | None:
+        """See :class:`VLLMClient`."""
+        return None
 
     async def aclose(self) -> None:
         """See :class:`VLLMClient`."""
@@ -277,6 +333,18 @@ def _message(response: httpx.Response) -> str:
         return str(response.json()["error"]["message"])
     except (ValueError, KeyError, TypeError):
         return response.text[:500]
+
+
+async def asked(what: str, call: Awaitable[T]) -> T:
+    """Await a call of vLLM's API; its errors, of whatever kind, come back as the engine's."""
+    try:
+        return await call
+    except (AsyncSyncError, cluster.ActorLostError):
+        raise
+    except BaseException as error:
+        if is_ours(error):
+            raise
+        raise EngineError(f"{what} failed: {type(error).__name__}: {error}") from error
 
 
 def client_for(engine: Any, *, api_key: str | None, timeout: float) -> VLLMClient:

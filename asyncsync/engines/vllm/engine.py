@@ -1,32 +1,26 @@
-"""The adapter for vLLM: an engine whose workers receive by themselves, and load in the pause.
+"""The adapter for vLLM: an engine whose worker processes receive by themselves.
 
-The bytes go straight to vLLM's worker processes, into host memory beside the weights that are served, while requests
-run: :mod:`asyncsync.engines.vllm.worker` does that there, and is called over lines of its own. vLLM's API is used for
-what only it can do: to hold requests, to have the workers load, to label the weights.
+vLLM's API is used for what only it can do: to hold requests, to have the workers load, to label the weights. How the
+bytes come to the workers is another matter, of which there are two kinds. With the ``asyncsync`` backend
+(:mod:`asyncsync.engines.vllm.worker`, called over :mod:`~asyncsync.engines.vllm.lines`) they arrive in host memory
+while requests run, and are loaded in the pause. With vLLM's own ``nccl`` (:mod:`asyncsync.engines.vllm.nccl`) they
+arrive and are loaded in the pause.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Awaitable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Literal, Protocol
 
-from asyncsync import cluster
-from asyncsync.engines.base import EngineReceipt
-from asyncsync.engines.channel import Exchange, Line
-from asyncsync.engines.ranks import ReceivingRanks, also
-from asyncsync.engines.vllm.clients import PauseMode, VLLMClient, client_for
-from asyncsync.errors import AsyncSyncError, EngineError, OutOfStepError, TaintedEngineError
-from asyncsync.fanout import is_ours, race
+from asyncsync.engines.base import EngineReceipt, WeightReceiver
+from asyncsync.engines.ranks import also
+from asyncsync.engines.vllm.clients import PauseMode, VLLMClient, asked, client_for
+from asyncsync.engines.vllm.lines import LinedWorkers
+from asyncsync.engines.vllm.nccl import NCCLWorkers
+from asyncsync.errors import EngineError, OutOfStepError, TaintedEngineError
+from asyncsync.fanout import race
 from asyncsync.messages import Contacts, EngineStatus, Layout, Policy, Rendezvous, UpdateOrder
 from asyncsync.shield import shielded
-
-T = TypeVar("T")
-
-_log = logging.getLogger("asyncsync")
-
-LINE_TIMEOUT = 20.0
-"""Seconds within which the engine's workers must connect."""
 
 CALL_TIMEOUT = 600.0
 """Seconds, by default, that one call to an HTTP server may take."""
@@ -40,12 +34,59 @@ PAUSES: Mapping[Policy, tuple[PauseMode, bool]] = {
 """How vLLM is paused for each policy: its mode, and whether its caches are cleared."""
 
 
+class Workers(WeightReceiver, Protocol):
+    """An engine's worker processes, with one of the backends."""
+
+    @property
+    def connected(self) -> bool:
+        """Whether they are in a group."""
+        ...
+
+    @property
+    def warning(self) -> str:
+        """What else to tell whoever finds the engine paused and is to resume it."""
+        ...
+
+    async def tainted(self) -> str | None:
+        """Why the engine must not serve, or None."""
+        ...
+
+    async def note_pause(self, paused: bool) -> None:
+        """Note that an update pauses the engine now, or has resumed it."""
+        ...
+
+    async def load(self, order: UpdateOrder) -> None:
+        """Make what was received the weights that are served, and end vLLM's session. The engine is paused."""
+        ...
+
+    async def aclose(self) -> None:
+        """Hang up."""
+        ...
+
+
 class VLLMEngine:
     """Satisfies :class:`asyncsync.RolloutEngine` for an engine of vLLM's; give it to a synchronizer.
 
     The engine must have been started with ``weight_transfer_config={"backend": "asyncsync"}``, and where asyncsync is
     installed for its processes. It is always staged: each worker keeps a whole set of weights in host memory. Every
     tensor parallel rank receives all of them, and vLLM slices them as it loads.
+
+    ``backend="nccl"`` is for an engine on GPUs that was started with ``{"backend": "nccl"}``: vLLM receives by itself,
+    asyncsync need not be installed there, and vLLM must be in the trainer's process. *This was never run on a GPU*; it
+    is tested over a communicator that is none of NCCL's. And it promises less:
+
+    - Weights are overwritten in place, while the engine is paused, and a failed update leaves it so until the next.
+    - The first update must be right: its names and shapes cannot be compared with vLLM's before they are sent. What it
+      knows no place for is an error in the transfer, or ignored without a word, as in loading a checkpoint; what is
+      missing keeps its old values; and after a tensor of a wrong shape it may have to be restarted. Later updates must
+      be of the same names and shapes, all of them (``partial=True`` is refused). Of tied ones the first name alone is
+      told. What was received is confirmed by no digest.
+    - They come from one source: a trainer that is a pipeline of several is refused.
+    - NCCL waits without a timeout in vLLM. If the trainer's process dies with a bucket on its way, the engine hangs,
+      and has to be restarted; the error says so. So that no engine hangs since another has failed, each gets its
+      weights over a group of its own: the trainer sends them once for each.
+    - Connecting holds generation up while the communicator is made.
+    - ``continue`` needs an engine that tells that it keeps no prefix cache; a server does not tell.
 
     Example:
         >>> llm = AsyncLLM.from_engine_args(AsyncEngineArgs(model, weight_transfer_config={"backend": "asyncsync"}))
@@ -55,45 +96,50 @@ class VLLMEngine:
         engine: An ``AsyncLLM`` of this process; or a Ray actor that holds one and has methods of its names, such as one
             whose class includes :class:`asyncsync.VLLMActor`; or the address of an HTTP server that was started with
             ``VLLM_SERVER_DEV_MODE=1``.
+        backend: The weight-transfer backend that the engine was started with: ``"asyncsync"`` or ``"nccl"``.
         api_key: The server's API key.
-        address: Where the engine's workers reach this process; found out if None.
+        address: Where the engine's workers reach this process; found out if None. Not needed with ``"nccl"``.
         timeout: Seconds that one call to a server may take.
 
     Raises:
         TypeError: The engine is none of these.
+        ValueError: The backend is neither of them.
     """
 
     def __init__(
         self,
         engine: Any,
         *,
+        backend: Literal["asyncsync", "nccl"] = "asyncsync",
         api_key: str | None = None,
         address: str | None = None,
         timeout: float = CALL_TIMEOUT,
     ) -> None:
         self._client: VLLMClient = client_for(engine, api_key=api_key, timeout=timeout)
-        self._address = address
-        self._exchange: Exchange | None = None
-        self._ranks: ReceivingRanks[WorkerLine] = ReceivingRanks(())
-        self._groups: set[str] = set()
+        backends: Mapping[str, Callable[[], Workers]] = {
+            "asyncsync": lambda: LinedWorkers(self._client, address),
+            "nccl": lambda: NCCLWorkers(self._client),
+        }
+        if backend not in backends:
+            raise ValueError(f"backend must be one of {', '.join(backends)}, not {backend!r}")
+        self._workers = backends[backend]()
         self._epoch = 0
         self._paused_for: int | None = None  # the epoch of the update it is paused for
         self._paused = False  # by an update, maybe another conductor's
-        self._in_session = False
 
     def __repr__(self) -> str:
-        return f"<VLLMEngine {self._client!r}: {len(self._ranks.engines)} ranks>"
+        return f"<VLLMEngine {self._client!r}: {self._workers!r}>"
 
     async def weights_checksum(self) -> dict[str, str]:
         """Checksums by vLLM, of each parameter as it holds it, on each worker.
 
         Two engines that are set up alike and hold the same weights have the same.
         """
-        return await self._asked("checksums", self._client.checksums())
+        return await asked("checksums", self._client.checksums())
 
     async def aclose(self) -> None:
         """Hang up. The engine itself goes on; used again, it is connected anew."""
-        self._hang_up()
+        await self._workers.aclose()
         await self._client.aclose()
 
     # -- the RolloutEngine protocol -------------------------------------------------------------------------------
@@ -102,11 +148,10 @@ class VLLMEngine:
         """See :meth:`asyncsync.RolloutEngine.describe_engine`.
 
         Raises:
-            EngineError: It is asleep, or has no backend of ours.
+            EngineError: It is asleep, or was started with another backend.
             ConnectError: Its workers cannot reach this process.
         """
-        await self._reach()
-        status = await self._ranks.describe_engine()
+        status = await self._workers.describe_engine()
         self._paused = status.paused
         await self._check_awake()
         self._epoch = max(self._epoch, status.epoch)
@@ -114,31 +159,23 @@ class VLLMEngine:
 
     async def accept_layout(self, layout: Layout) -> None:
         """See :meth:`asyncsync.RolloutEngine.accept_layout`."""
-        try:
-            await self._ranks.accept_layout(layout)
-        except BaseException:
-            if not self._groups:
-                self._hang_up()
-            raise
+        await self._workers.accept_layout(layout)
 
     async def open_group(self, rendezvous: Rendezvous) -> Contacts:
         """See :meth:`asyncsync.RolloutEngine.open_group`."""
-        self._groups.add(rendezvous.connection)
-        return await self._ranks.open_group(rendezvous)
+        return await self._workers.open_group(rendezvous)
 
     async def join_group(self, connection: str, contacts: Contacts) -> None:
         """See :meth:`asyncsync.RolloutEngine.join_group`."""
-        await self._ranks.join_group(connection, contacts)
+        await self._workers.join_group(connection, contacts)
 
     async def leave_group(self, connection: str) -> None:
-        """See :meth:`asyncsync.RolloutEngine.leave_group`. Without a group, the lines to the workers are not kept."""
-        if connection in self._groups:
+        """See :meth:`asyncsync.RolloutEngine.leave_group`. Without a group, nothing is kept open."""
+        if self._workers.connected:
             try:
-                await self._ranks.leave_group(connection)
+                await self._workers.leave_group(connection)
             finally:
-                self._groups.discard(connection)
-                if not self._groups:
-                    await self.aclose()
+                await self._close_unless_connected()
 
     async def pause_generation(self, epoch: int, policy: Policy) -> None:
         """See :meth:`asyncsync.RolloutEngine.pause_generation`."""
@@ -150,7 +187,7 @@ class VLLMEngine:
         """See :meth:`asyncsync.RolloutEngine.receive_weights`."""
         self._see(order.epoch)
         steps: dict[str, Awaitable[Any]] = {
-            "receive": self._ranks.receive_weights(order),
+            "receive": self._workers.receive_weights(order),
             "awake": self._check_awake(),
         }
         receipt: EngineReceipt = (await race(steps))["receive"]
@@ -159,11 +196,11 @@ class VLLMEngine:
     async def finish_weight_update(self, order: UpdateOrder) -> None:
         """See :meth:`asyncsync.RolloutEngine.finish_weight_update`."""
         if self._paused_for == order.epoch:
-            await self._commit(order)
+            await self._workers.load(order)
             return
         try:
             await self._pause(order.policy)
-            await self._commit(order)
+            await self._workers.load(order)
         except BaseException as error:
             await also(error, self._give_up(order.epoch))
             raise
@@ -171,19 +208,20 @@ class VLLMEngine:
 
     async def abort_weight_update(self, epoch: int, published: int | None) -> EngineStatus:
         """See :meth:`asyncsync.RolloutEngine.abort_weight_update`."""
-        status = await self._ranks.abort_weight_update(epoch, published)
-        await self._end_session()
-        return status
+        return await self._workers.abort_weight_update(epoch, published)
 
     async def resume_generation(self, epoch: int) -> None:
         """See :meth:`asyncsync.RolloutEngine.resume_generation`."""
         self._see(epoch)
-        status = await self._ranks.describe_engine()
-        if status.tainted is not None:
-            raise TaintedEngineError(status.tainted)
+        if (tainted := await self._workers.tainted()) is not None:
+            raise TaintedEngineError(tainted)
         await shielded(self._resume(epoch))
 
     # -- what it does itself --------------------------------------------------------------------------------------
+
+    async def _close_unless_connected(self) -> None:
+        if not self._workers.connected:
+            await self.aclose()
 
     def _see(self, epoch: int) -> None:
         if epoch < self._epoch:
@@ -193,35 +231,8 @@ class VLLMEngine:
     async def _pause(self, policy: Policy) -> None:
         mode, clear_cache = PAUSES[policy]
         self._paused = True
-        await self._ranks.ask_all(lambda _, rank: rank.note_pause(True))
-        await self._asked("pause", self._client.pause(mode, clear_cache=clear_cache))
-
-    async def _commit(self, order: UpdateOrder) -> None:
-        """Have every worker load what it has received."""
-        await self._start_session()
-        await self._asked("update_weights", self._client.update({"epoch": order.epoch}))
-        await self._asked("finish_weight_update", self._client.finish_update(str(order.version)))
-        self._in_session = False
-
-    async def _start_session(self) -> None:
-        """Begin vLLM's session; one that was left open, by a conductor that died, is ended first."""
-        self._in_session = True
-        try:
-            await self._asked("start_weight_update", self._client.start_update())
-        except EngineError as error:
-            if "already active" not in str(error):
-                raise
-            await self._asked("finish_weight_update", self._client.finish_update(None))
-            await self._asked("start_weight_update", self._client.start_update())
-
-    async def _end_session(self) -> None:
-        """End vLLM's session, which may be open still; mostly vLLM has ended it. Our backend does nothing in that."""
-        if self._in_session:
-            try:
-                await self._asked("finish_weight_update", self._client.finish_update(None))
-            except EngineError as error:
-                _log.debug("vLLM's session was ended before: %s", error)
-            self._in_session = False
+        await self._workers.note_pause(True)
+        await asked("pause", self._client.pause(mode, clear_cache=clear_cache))
 
     async def _give_up(self, epoch: int) -> None:
         """End a commit that failed: go on, if what every worker holds is whole."""
@@ -231,101 +242,14 @@ class VLLMEngine:
 
     async def _resume(self, epoch: int) -> None:
         if epoch == self._epoch:  # else a newer update has paused it meanwhile
-            await self._asked("resume", self._client.resume())
+            await asked("resume", self._client.resume())
             self._paused_for, self._paused = None, False
-            await self._ranks.ask_all(lambda _, rank: rank.note_pause(False))
+            await self._workers.note_pause(False)
 
     async def _check_awake(self) -> None:
         """Refuse an engine that sleeps. To vLLM, one that is paused does so, too; an update's own pause is none."""
-        if not self._paused and await self._asked("is_sleeping", self._client.is_sleeping()):
+        if not self._paused and await asked("is_sleeping", self._client.is_sleeping()):
             raise EngineError(
                 "the engine is asleep, or somebody else has paused it: wake it up, or resume it, before the update"
+                f"{self._workers.warning}"
             )
-
-    async def _reach(self) -> None:
-        """Have every worker connect, unless all are connected."""
-        if self._exchange is not None and self._exchange.lines:
-            return
-        self._hang_up()
-        exchange = self._exchange = Exchange(self._address or self._client.address())
-        port = await exchange.open()
-        info = {"address": exchange.address, "port": port, "token": exchange.token}
-        try:
-            await self._asked("init_weight_transfer_engine", self._client.init_transfer(info))
-        except EngineError as error:
-            text = str(error)
-            if "not configured" in text or "Invalid init_info" in text:
-                raise EngineError(
-                    'the engine has no backend of asyncsync: start it with weight_transfer_config={"backend": '
-                    f'"asyncsync"}} ({text})'
-                ) from error
-            raise
-        lines = await exchange.all_lines(LINE_TIMEOUT)
-        self._ranks = ReceivingRanks([WorkerLine(line) for line in lines])
-
-    def _hang_up(self) -> None:
-        if self._exchange is not None:
-            self._exchange.close()
-        self._exchange = None
-        self._groups.clear()
-
-    async def _asked(self, what: str, call: Awaitable[T]) -> T:
-        """Await a call of vLLM's API; its errors, of whatever kind, come back as the engine's."""
-        try:
-            return await call
-        except (AsyncSyncError, cluster.ActorLostError):
-            raise
-        except BaseException as error:
-            if is_ours(error):
-                raise
-            raise EngineError(f"{what} failed: {type(error).__name__}: {error}") from error
-
-
-class WorkerLine:
-    """Satisfies :class:`~asyncsync.engines.base.WeightReceiver` over a line to one of the engine's workers.
-
-    Args:
-        line: The line.
-    """
-
-    def __init__(self, line: Line) -> None:
-        self._line = line
-
-    def __repr__(self) -> str:
-        return f"<WorkerLine {self._line!r}>"
-
-    async def describe_engine(self) -> EngineStatus:
-        """See :meth:`asyncsync.RolloutEngine.describe_engine`."""
-        status: EngineStatus = await self._line.call("describe_engine")
-        return status
-
-    async def accept_layout(self, layout: Layout) -> None:
-        """See :meth:`asyncsync.RolloutEngine.accept_layout`."""
-        await self._line.call("accept_layout", layout)
-
-    async def open_group(self, rendezvous: Rendezvous) -> Contacts:
-        """See :meth:`asyncsync.RolloutEngine.open_group`."""
-        contacts: Contacts = await self._line.call("open_group", rendezvous)
-        return contacts
-
-    async def join_group(self, connection: str, contacts: Contacts) -> None:
-        """See :meth:`asyncsync.RolloutEngine.join_group`."""
-        await self._line.call("join_group", connection, contacts)
-
-    async def leave_group(self, connection: str) -> None:
-        """See :meth:`asyncsync.RolloutEngine.leave_group`."""
-        await self._line.call("leave_group", connection)
-
-    async def receive_weights(self, order: UpdateOrder) -> EngineReceipt:
-        """See :meth:`asyncsync.RolloutEngine.receive_weights`."""
-        receipt: EngineReceipt = await self._line.call("receive_weights", order)
-        return receipt
-
-    async def abort_weight_update(self, epoch: int, published: int | None) -> EngineStatus:
-        """See :meth:`asyncsync.RolloutEngine.abort_weight_update`."""
-        status: EngineStatus = await self._line.call("abort_weight_update", epoch, published)
-        return status
-
-    async def note_pause(self, paused: bool) -> None:
-        """Have the worker note that the engine is being paused, or was resumed."""
-        await self._line.call("note_pause", paused)

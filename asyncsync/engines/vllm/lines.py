@@ -1,0 +1,202 @@
+"""The ``asyncsync`` backend inside vLLM's workers, as its conductor sees it: a line to each worker.
+
+Over the lines the workers receive, into host memory beside the weights that are served, while requests run. vLLM's own
+calls are needed twice: to have the workers connect, and to have them load.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from asyncsync.engines.base import EngineReceipt
+from asyncsync.engines.channel import Exchange, Line
+from asyncsync.engines.ranks import ReceivingRanks
+from asyncsync.engines.vllm.clients import VLLMClient, asked
+from asyncsync.errors import EngineError
+from asyncsync.messages import Contacts, EngineStatus, Layout, Rendezvous, UpdateOrder
+
+LINE_TIMEOUT = 20.0
+"""Seconds within which the engine's workers must connect."""
+
+_log = logging.getLogger("asyncsync")
+
+
+class LinedWorkers:
+    """Satisfies :class:`~asyncsync.engines.vllm.engine.Workers` for workers with asyncsync's backend.
+
+    Args:
+        client: Calls the engine.
+        address: Where the workers reach this process; found out if None.
+    """
+
+    def __init__(self, client: VLLMClient, address: str | None) -> None:
+        self._client = client
+        self._address = address
+        self._exchange: Exchange | None = None
+        self._ranks: ReceivingRanks[WorkerLine] = ReceivingRanks(())
+        self._groups: set[str] = set()
+        self._in_session = False
+
+    def __repr__(self) -> str:
+        return f"{len(self._ranks.engines)} ranks"
+
+    warning = ""
+
+    @property
+    def connected(self) -> bool:
+        """Whether they are in a group."""
+        return bool(self._groups)
+
+    async def describe_engine(self) -> EngineStatus:
+        """See :meth:`asyncsync.RolloutEngine.describe_engine`."""
+        await self._reach()
+        return await self._ranks.describe_engine()
+
+    async def tainted(self) -> str | None:
+        """See :class:`~asyncsync.engines.vllm.engine.Workers`."""
+        return (await self._ranks.describe_engine()).tainted
+
+    async def note_pause(self, paused: bool) -> None:
+        """See :class:`~asyncsync.engines.vllm.engine.Workers`."""
+        await self._ranks.ask_all(lambda _, rank: rank.note_pause(paused))
+
+    async def accept_layout(self, layout: Layout) -> None:
+        """See :meth:`asyncsync.RolloutEngine.accept_layout`."""
+        try:
+            await self._ranks.accept_layout(layout)
+        except BaseException:
+            if not self._groups:
+                await self.aclose()
+            raise
+
+    async def open_group(self, rendezvous: Rendezvous) -> Contacts:
+        """See :meth:`asyncsync.RolloutEngine.open_group`."""
+        self._groups.add(rendezvous.connection)
+        return await self._ranks.open_group(rendezvous)
+
+    async def join_group(self, connection: str, contacts: Contacts) -> None:
+        """See :meth:`asyncsync.RolloutEngine.join_group`."""
+        await self._ranks.join_group(connection, contacts)
+
+    async def leave_group(self, connection: str) -> None:
+        """See :meth:`asyncsync.RolloutEngine.leave_group`."""
+        if connection in self._groups:
+            try:
+                await self._ranks.leave_group(connection)
+            finally:
+                self._groups.discard(connection)
+
+    async def receive_weights(self, order: UpdateOrder) -> EngineReceipt:
+        """See :meth:`asyncsync.RolloutEngine.receive_weights`."""
+        return await self._ranks.receive_weights(order)
+
+    async def load(self, order: UpdateOrder) -> None:
+        """Have every worker load what it has received."""
+        await self._start_session()
+        await asked("update_weights", self._client.update({"epoch": order.epoch}))
+        await asked("finish_weight_update", self._client.finish_update(str(order.version)))
+        self._in_session = False
+
+    async def abort_weight_update(self, epoch: int, published: int | None) -> EngineStatus:
+        """See :meth:`asyncsync.RolloutEngine.abort_weight_update`."""
+        status = await self._ranks.abort_weight_update(epoch, published)
+        await self._end_session()
+        return status
+
+    async def aclose(self) -> None:
+        """Hang up."""
+        if self._exchange is not None:
+            self._exchange.close()
+        self._exchange = None
+        self._groups.clear()
+
+    async def _start_session(self) -> None:
+        """Begin vLLM's session; one that was left open, by a conductor that died, is ended first."""
+        self._in_session = True
+        try:
+            await asked("start_weight_update", self._client.start_update())
+        except EngineError as error:
+            if "already active" not in str(error):
+                raise
+            await asked("finish_weight_update", self._client.finish_update(None))
+            await asked("start_weight_update", self._client.start_update())
+
+    async def _end_session(self) -> None:
+        """End vLLM's session, which may be open still; mostly vLLM has ended it. Our backend does nothing in that."""
+        if self._in_session:
+            try:
+                await asked("finish_weight_update", self._client.finish_update(None))
+            except EngineError as error:
+                _log.debug("vLLM's session was ended before: %s", error)
+            self._in_session = False
+
+    async def _reach(self) -> None:
+        """Have every worker connect, unless all are connected."""
+        if self._exchange is not None and self._exchange.lines:
+            return
+        await self.aclose()
+        exchange = self._exchange = Exchange(self._address or self._client.address())
+        port = await exchange.open()
+        info = {"address": exchange.address, "port": port, "token": exchange.token}
+        try:
+            await asked("init_weight_transfer_engine", self._client.init_transfer(info))
+        except EngineError as error:
+            text = str(error)
+            if "not configured" in text or "Invalid init_info" in text:
+                raise EngineError(
+                    'the engine has no backend of asyncsync: start it with weight_transfer_config={"backend": '
+                    f'"asyncsync"}} ({text})'
+                ) from error
+            raise
+        lines = await exchange.all_lines(LINE_TIMEOUT)
+        self._ranks = ReceivingRanks([WorkerLine(line) for line in lines])
+
+
+class WorkerLine:
+    """Satisfies :class:`~asyncsync.engines.base.WeightReceiver` over a line to one of the engine's workers.
+
+    Args:
+        line: The line.
+    """
+
+    def __init__(self, line: Line) -> None:
+        self._line = line
+
+    def __repr__(self) -> str:
+        return f"<WorkerLine {self._line!r}>"
+
+    async def describe_engine(self) -> EngineStatus:
+        """See :meth:`asyncsync.RolloutEngine.describe_engine`."""
+        status: EngineStatus = await self._line.call("describe_engine")
+        return status
+
+    async def accept_layout(self, layout: Layout) -> None:
+        """See :meth:`asyncsync.RolloutEngine.accept_layout`."""
+        await self._line.call("accept_layout", layout)
+
+    async def open_group(self, rendezvous: Rendezvous) -> Contacts:
+        """See :meth:`asyncsync.RolloutEngine.open_group`."""
+        contacts: Contacts = await self._line.call("open_group", rendezvous)
+        return contacts
+
+    async def join_group(self, connection: str, contacts: Contacts) -> None:
+        """See :meth:`asyncsync.RolloutEngine.join_group`."""
+        await self._line.call("join_group", connection, contacts)
+
+    async def leave_group(self, connection: str) -> None:
+        """See :meth:`asyncsync.RolloutEngine.leave_group`."""
+        await self._line.call("leave_group", connection)
+
+    async def receive_weights(self, order: UpdateOrder) -> EngineReceipt:
+        """See :meth:`asyncsync.RolloutEngine.receive_weights`."""
+        receipt: EngineReceipt = await self._line.call("receive_weights", order)
+        return receipt
+
+    async def abort_weight_update(self, epoch: int, published: int | None) -> EngineStatus:
+        """See :meth:`asyncsync.RolloutEngine.abort_weight_update`."""
+        status: EngineStatus = await self._line.call("abort_weight_update", epoch, published)
+        return status
+
+    async def note_pause(self, paused: bool) -> None:
+        """Have the worker note that the engine is being paused, or was resumed."""
+        await self._line.call("note_pause", paused)

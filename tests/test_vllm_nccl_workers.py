@@ -1,0 +1,96 @@
+"""vLLM itself with its own ``nccl`` backend, on a CPU: all of it is real but NCCL, in whose place there are sockets."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+import torch
+from torch import Tensor
+
+import asyncsync
+from asyncsync import EngineState, TransferError, WeightSynchronizer
+from asyncsync.testing import CHECKS, failed, serves, step
+from asyncsync.transports import pynccl
+from tests.fake_nccl import FakeCommunicator, FakeLane
+from tests.test_vllm_nccl import CANNOT
+from tests.tiny_model import save_tiny
+from tests.vllm_engines import VLLMSubject, in_actor, in_process
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(240)]
+
+SETTINGS: dict[str, Any] = {
+    "weight_transfer_config": {"backend": "nccl"},
+    "worker_extension_cls": "tests.nccl_over_sockets.OverSockets",
+}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["in process", "tensor parallel", "ray"])
+async def subject(request: Any, tiny: Path) -> AsyncIterator[VLLMSubject]:
+    if request.param == "ray":
+        request.getfixturevalue("ray_cluster")
+        engine = in_actor(tiny, backend="nccl", **SETTINGS)
+    else:
+        ranks = 2 if request.param == "tensor parallel" else 1
+        engine = in_process(tiny, backend="nccl", ranks=ranks, prefix_cache=ranks == 1, **SETTINGS)
+    async with AsyncExitStack() as stack:
+        yield await stack.enter_async_context(engine)
+
+
+@pytest.fixture(autouse=True)
+def sockets(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Sockets in place of NCCL at the trainer's end, too."""
+    from vllm.distributed.device_communicators import pynccl as of_vllm
+
+    monkeypatch.setattr(of_vllm, "PyNcclCommunicator", FakeCommunicator)
+    monkeypatch.setattr(pynccl, "Lane", FakeLane)
+    yield
+    for communicator in FakeCommunicator.instances:
+        communicator.destroy()
+    FakeCommunicator.instances.clear()
+
+
+@pytest.mark.parametrize("check", [check for check in CHECKS if check not in CANNOT])
+@pytest.mark.asyncio(loop_scope="module")
+async def test_conformance(subject: VLLMSubject, check: str) -> None:
+    subject.tells_shapes = False  # nor dtypes
+    await CHECKS[check](subject)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_session_that_vllm_has_broken_off_leaves_nothing_in_the_next(subject: VLLMSubject) -> None:
+    """Layers that have got a part of their weights keep it over an error: the next update must not be mixed with it."""
+    state = dict(subject.trainer.state_dict())
+    weights: dict[str, Tensor] = {}
+    for name, tensor in state.items():
+        weights[name] = tensor
+        if name.endswith("layers.1.self_attn.q_proj.weight"):
+            weights["no.such.weight"] = torch.zeros(3, dtype=tensor.dtype)  # between two parts of one layer
+    engine = asyncsync.VLLMEngine(subject.engine._client._llm, backend="nccl")  # type: ignore[attr-defined]
+    async with WeightSynchronizer(lambda: weights, [engine], bucket_size=1024) as synchronizer:
+        error = await failed(synchronizer.update_weights())
+        assert isinstance(error, TransferError), repr(error)
+        assert error.bucket is not None
+        assert "no module or parameter named" in str(error)
+        assert [outcome.state for outcome in error.outcomes] == [EngineState.TAINTED]
+        step(subject.trainer, 90)
+        weights = dict(subject.trainer.state_dict())
+        await synchronizer.update_weights()
+    await serves(subject, subject.trainer, "after a session that was broken off")
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_the_engine_tells_what_is_needed_of_it(subject: VLLMSubject) -> None:
+    status = await subject.engine.describe_engine()
+    assert isinstance(subject.engine, asyncsync.VLLMEngine)
+    assert status.world_size in (1, 2)
+    assert ("continue" in status.policies) == ("continue" in subject.policies)
