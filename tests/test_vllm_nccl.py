@@ -447,7 +447,12 @@ async def test_an_actor_and_a_server_are_asked_what_they_are() -> None:
     server = over(answer)
     assert (await server.ranks(), await server.prefix_caching()) == (4, None)
     await server.end_transfer()
-    assert seen == ["GET /get_world_size?include_dp=true", "POST /shutdown_weight_transfer_engine"]
+    await server.label("7")
+    assert seen == [
+        "GET /get_world_size?include_dp=true",
+        "POST /shutdown_weight_transfer_engine",
+        "POST /update_weight_version",
+    ]
     await server.aclose()
 
 

@@ -56,6 +56,10 @@ class VLLMClient(Protocol):
         """End vLLM's session, and label the weights."""
         ...
 
+    async def label(self, version: str) -> None:
+        """Label the weights."""
+        ...
+
     async def is_sleeping(self) -> bool:
         """Whether the engine has been put to sleep."""
         ...
@@ -130,7 +134,11 @@ class InProcessClient:
         """See :class:`VLLMClient`."""
         await self._call("finish_weight_update")
         if version is not None:
-            await self._call("update_weight_version", version)
+            await self.label(version)
+
+    async def label(self, version: str) -> None:
+        """See :class:`VLLMClient`."""
+        await self._call("update_weight_version", version)
 
     async def is_sleeping(self) -> bool:
         """See :class:`VLLMClient`."""
@@ -295,6 +303,10 @@ class HTTPClient:
     async def finish_update(self, version: str | None) -> None:
         """See :class:`VLLMClient`."""
         await self._post("/finish_weight_update", {} if version is None else {"weight_version": version})
+
+    async def label(self, version: str) -> None:
+        """See :class:`VLLMClient`."""
+        await self._post("/update_weight_version", {"new_version": version})
 
     async def is_sleeping(self) -> bool:
         """See :class:`VLLMClient`."""

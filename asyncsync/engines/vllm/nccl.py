@@ -153,6 +153,8 @@ class NCCLWorkers:
             raise ConnectError("the two ends speak different protocols: install the same version of asyncsync at both")
         while self._group is not None:  # another may have opened one meanwhile
             await self.leave_group(self._group.rendezvous.connection)
+        if self._session.unheard:
+            await self._session.leave(self._ranks or 1)
         self._group = _Group(rendezvous)
         return {}
 

@@ -37,6 +37,7 @@ class Session:
 
     Attributes:
         open: Whether it may be open.
+        unheard: Whether workers may have answered what nobody has taken.
     """
 
     def __init__(self, client: VLLMClient) -> None:
@@ -44,6 +45,7 @@ class Session:
         self._call: asyncio.Task[None] | None = None
         self._clean = False  # whether layers are known to hold nothing of a session that was not finished
         self.open = False
+        self.unheard = False
 
     def __repr__(self) -> str:
         return f"<Session {'open' if self.open else 'ended'}{'' if self.answered else ', waiting'}>"
@@ -56,7 +58,7 @@ class Session:
     async def ask(self, what: str, call: Awaitable[None]) -> None:
         """Await a call that waits for others. It cannot be taken back: given up here, it goes on at the engine."""
         self._call = asyncio.ensure_future(asked(what, call))
-        self._call.add_done_callback(_seen)
+        self._call.add_done_callback(self._answered)
         await asyncio.shield(self._call)
 
     async def update(self, info: Mapping[str, Any]) -> None:
@@ -109,8 +111,9 @@ class Session:
 
     async def finish(self, version: int) -> None:
         """Finish, all being loaded, and label the weights."""
-        await asked("finish_weight_update", self._client.finish_update(str(version)))
+        await asked("finish_weight_update", self._client.finish_update(None))
         self.open, self._clean = False, True
+        await asked("update_weight_version", self._client.label(str(version)))
 
     async def give_up(self) -> bool:
         """End it, if it is open. Layers of which nothing was loaded get back what they had.
@@ -143,6 +146,7 @@ class Session:
             try:
                 async with asyncio.timeout(CALL_TIMEOUT):
                     await self.ask("shutdown_weight_transfer_engine", self._client.end_transfer())
+                self.unheard = False
                 return
             except EngineError:
                 if not tries_left:
@@ -150,9 +154,8 @@ class Session:
 
     def forget(self) -> None:
         """The engine is another one now."""
-        self._clean = False
+        self._clean = self.open = self.unheard = False
 
-
-def _seen(done: asyncio.Future[Any]) -> None:
-    if not done.cancelled():
-        done.exception()
+    def _answered(self, call: asyncio.Future[None]) -> None:
+        if not call.cancelled() and "Worker failed" in str(call.exception()):
+            self.unheard = True
