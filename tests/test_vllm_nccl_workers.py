@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from asyncsync.transports import pynccl
 from tests.fake_nccl import FakeCommunicator, FakeLane
 from tests.test_vllm_nccl import CANNOT
 from tests.tiny_model import save_tiny
-from tests.vllm_engines import VLLMSubject, in_actor, in_process
+from tests.vllm_engines import VLLMSubject, in_process
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(240)]
 
@@ -34,16 +33,11 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny(tmp_path_factory.mktemp("tiny"))
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["in process", "tensor parallel", "ray"])
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=[1, 2], ids=["one rank", "two ranks"])
 async def subject(request: Any, tiny: Path) -> AsyncIterator[VLLMSubject]:
-    if request.param == "ray":
-        request.getfixturevalue("ray_cluster")
-        engine = in_actor(tiny, backend="nccl", **SETTINGS)
-    else:
-        ranks = 2 if request.param == "tensor parallel" else 1
-        engine = in_process(tiny, backend="nccl", ranks=ranks, prefix_cache=ranks == 1, **SETTINGS)
-    async with AsyncExitStack() as stack:
-        yield await stack.enter_async_context(engine)
+    ranks: int = request.param
+    async with in_process(tiny, backend="nccl", ranks=ranks, prefix_cache=ranks == 1, **SETTINGS) as subject:
+        yield subject
 
 
 @pytest.fixture(autouse=True)

@@ -164,7 +164,7 @@ async def in_process(
 
 
 @asynccontextmanager
-async def in_actor(path: Path, *, backend: Any = "asyncsync", **settings: Any) -> AsyncIterator[VLLMSubject]:
+async def in_actor(path: Path, **settings: Any) -> AsyncIterator[VLLMSubject]:
     """An engine in a Ray actor; ``subject.actor`` is its handle."""
     actor = Rollout.options(runtime_env={"env_vars": ENVIRONMENT}).remote(str(path), **settings)
 
@@ -175,7 +175,7 @@ async def in_actor(path: Path, *, backend: Any = "asyncsync", **settings: Any) -
             started()
         return await answer  # type: ignore[no-any-return]
 
-    subject = VLLMSubject(asyncsync.VLLMEngine(actor, backend=backend), ask_actor, WITH_PREFIX_CACHE)
+    subject = VLLMSubject(asyncsync.VLLMEngine(actor), ask_actor, WITH_PREFIX_CACHE)
     subject.actor = actor  # type: ignore[attr-defined]
     try:
         yield subject
