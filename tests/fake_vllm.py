@@ -20,6 +20,9 @@ from asyncsync.engines.vllm.rank import WorkerRank
 from asyncsync.errors import PlanError
 from tests.chain import Chain
 
+LONG = 200
+"""So many tokens are a long request: in the middle it waits for a pause."""
+
 
 class FakeLLM:
     """Generates with a chain, one token for each turn of the loop.
@@ -45,6 +48,7 @@ class FakeLLM:
         ]
         self.answering: list[asyncio.Task[None]] = []
         self._mode: str | None = None  # how it is paused
+        self._pauses = 0
         self._changed = asyncio.Condition()
         self._running: set[int] = set()
         self._aborted: set[int] = set()
@@ -87,7 +91,7 @@ class FakeLLM:
     async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
         self._asked(f"pause {mode} {clear_cache}")
         async with self._changed:
-            self._mode = mode
+            self._mode, self._pauses = mode, self._pauses + 1
             if mode == "abort":
                 self._aborted |= self._running
             self._changed.notify_all()
@@ -153,9 +157,13 @@ class FakeLLM:
             await self._changed.wait_for(lambda: self._mode is None)
             self._running.add(request)
         tokens: list[int] = []
+        pauses = self._pauses
         switches: list[tuple[str, int]] = []
         try:
             while len(tokens) < count and request not in self._aborted:
+                if count >= LONG and len(tokens) == LONG // 2:
+                    async with self._changed:  # so that it is in flight when a pause comes, however fast the machine
+                        await self._changed.wait_for(lambda: self._pauses > pauses)
                 if self._mode == "keep":
                     async with self._changed:
                         await self._changed.wait_for(lambda: self._mode != "keep")
