@@ -7,6 +7,7 @@ is no configuration SGLang supports, and says nothing about its speed; its sched
 from __future__ import annotations
 
 import asyncio
+import atexit
 import hashlib
 import os
 import signal
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import ray
 import torch
 from torch import Tensor, nn
@@ -84,11 +86,18 @@ async def in_process(model: Path | str, *, tp: int = 1, **more: Any) -> AsyncIte
     with importable(tp):
         from sglang.srt.entrypoints.engine import Engine
 
+        others = set(psutil.Process().children(recursive=True))
         engine: Any = Engine(**arguments(model, tp_size=tp, **more))
         try:
             yield engine
         finally:
-            engine.shutdown()
+            # Its own shutdown, now and at exit, kills every child of this process: Ray's, too.
+            atexit.unregister(engine.shutdown)
+            engine.tokenizer_manager._subprocess_watchdog.stop()
+            own = [child for child in psutil.Process().children(recursive=True) if child not in others]
+            for process in own:
+                process.kill()
+            psutil.wait_procs(own, timeout=10)
 
 
 @asynccontextmanager
