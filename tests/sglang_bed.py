@@ -13,6 +13,7 @@ import os
 import signal
 import socket
 import sys
+import warnings
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from datetime import timedelta
@@ -27,7 +28,7 @@ from torch import Tensor, nn
 from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
 
 import asyncsync
-from asyncsync.engines.sglang_clients import SGLangActor
+from asyncsync.engines.sglang.actor import SGLangActor
 
 ROOT = Path(__file__).resolve().parent.parent
 STUBS = ROOT / "tests" / "sglang_stubs"
@@ -49,6 +50,7 @@ def arguments(model: Path | str, **more: Any) -> dict[str, Any]:
         "max_running_requests": 8,
         "context_length": 512,
         "log_level": "warning",
+        "sleep_on_idle": True,  # else its scheduler takes a core even when there is nothing to do
         **more,
     }
 
@@ -84,10 +86,12 @@ def importable(tensor_parallel_size: int = 1) -> Iterator[None]:
 async def in_process(model: Path | str, *, tp: int = 1, **more: Any) -> AsyncIterator[Any]:
     """An ``sglang.Engine`` of this process."""
     with importable(tp):
-        from sglang.srt.entrypoints.engine import Engine
-
         others = set(psutil.Process().children(recursive=True))
-        engine: Any = Engine(**arguments(model, tp_size=tp, **more))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # SGLang's own, while it is imported
+            from sglang.srt.entrypoints.engine import Engine
+
+            engine: Any = Engine(**arguments(model, tp_size=tp, **more))
         try:
             yield engine
         finally:
@@ -101,11 +105,13 @@ async def in_process(model: Path | str, *, tp: int = 1, **more: Any) -> AsyncIte
 
 
 @asynccontextmanager
-async def in_actor(model: Path | str, *, tp: int = 1, **more: Any) -> AsyncIterator[Any]:
+async def in_actor(
+    model: Path | str, *, tp: int = 1, actor_class: type = SGLangActor, **more: Any
+) -> AsyncIterator[Any]:
     """A Ray actor with an engine in it."""
-    actor_class: Any = ray.remote(SGLangActor)
+    remote: Any = ray.remote(actor_class)
     options = {"num_cpus": 0, "runtime_env": {"env_vars": environment(tp)}}
-    actor = actor_class.options(**options).remote(**arguments(model, tp_size=tp, **more))
+    actor = remote.options(**options).remote(**arguments(model, tp_size=tp, **more))
     try:
         await asyncio.wait_for(actor.get_server_info.remote(), START_TIMEOUT)
         yield actor
@@ -117,23 +123,30 @@ async def in_actor(model: Path | str, *, tp: int = 1, **more: Any) -> AsyncItera
 @asynccontextmanager
 async def over_http(model: Path | str, *, tp: int = 1, **more: Any) -> AsyncIterator[str]:
     """The URL of an SGLang server, whose key is ``API_KEY``."""
+    async with server(model, tp=tp, **more) as (url, _):
+        yield url
+
+
+@asynccontextmanager
+async def server(model: Path | str, *, tp: int = 1, **more: Any) -> AsyncIterator[tuple[str, int]]:
+    """The URL of an SGLang server, and the process group of all its processes."""
     port = _free_port()
     command = [sys.executable, "-m", "sglang.launch_server", "--host", "127.0.0.1", "--port", str(port)]
     for name, value in arguments(model, tp_size=tp, api_key=API_KEY, skip_server_warmup=True, **more).items():
         option = f"--{name.replace('_', '-')}"
         command += [option] if value is True else [option, str(value)]
     nowhere = asyncio.subprocess.DEVNULL
-    server = await asyncio.create_subprocess_exec(
+    process = await asyncio.create_subprocess_exec(
         *command, env=os.environ | environment(tp), stdout=nowhere, stderr=nowhere, start_new_session=True
     )
     try:
         url = f"http://127.0.0.1:{port}"
-        await asyncio.wait_for(_healthy(url, server), START_TIMEOUT)
-        yield url
+        await asyncio.wait_for(_healthy(url, process), START_TIMEOUT)
+        yield url, process.pid
     finally:
-        if server.returncode is None:
-            os.killpg(server.pid, signal.SIGKILL)  # its own session: it and what it started
-            await server.wait()
+        if process.returncode is None:
+            os.killpg(process.pid, signal.SIGKILL)  # its own session: it and what it started
+            await process.wait()
 
 
 async def _healthy(url: str, server: asyncio.subprocess.Process) -> None:

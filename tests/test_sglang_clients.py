@@ -15,14 +15,14 @@ import httpx
 import pytest
 
 from asyncsync.engines.http import HTTPServer
-from asyncsync.engines.sglang_calls import (
+from asyncsync.engines.sglang.calls import (
     NotFlushedError,
     SGLangClient,
     SGLangError,
     SGLangUnreachableError,
     UnsupportedBySGLangError,
 )
-from asyncsync.engines.sglang_clients import ActorClient, HTTPClient, InProcessClient, client_for
+from asyncsync.engines.sglang.clients import ActorClient, HTTPClient, InProcessClient, client_for
 
 from . import sglang_bed as bed
 from .tiny_model import greedy, prompt_of, save_tiny, tiny_model
@@ -405,7 +405,6 @@ STARTED: dict[str, Callable[[Path], Any]] = {
 
 @pytest.mark.sglang
 @pytest.mark.timeout(300)
-@pytest.mark.filterwarnings("ignore")  # SGLang's own, while it is imported
 @pytest.mark.asyncio
 @pytest.mark.parametrize("kind", STARTED)
 async def test_sglang(kind: str, model: Path, ray_cluster: None) -> None:

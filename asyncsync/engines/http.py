@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 if TYPE_CHECKING:
     import httpx
@@ -62,6 +64,18 @@ class HTTPServer:
 
     def __repr__(self) -> str:
         return f"<HTTPServer {self.url}>"  # never the key
+
+    def own_address(self) -> str:
+        """Of this machine's addresses, the one from which the server is reached.
+
+        Raises:
+            OSError: There is no way to it.
+        """
+        parts = urlsplit(self.url)
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((parts.hostname, parts.port or 80))  # of a datagram socket: nothing is sent
+            address: str = probe.getsockname()[0]
+            return address
 
     async def call(
         self,

@@ -15,6 +15,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from asyncsync import cluster
+
 PauseMode = Literal["abort", "in_place", "retract"]
 Selector = Literal["all", "target", "draft"]
 PAUSE_MODES: tuple[PauseMode, ...] = ("abort", "in_place", "retract")
@@ -81,6 +83,8 @@ class SGLangFacts:
         selectors: Whether an update can be for the target or the draft model alone.
         labels: Whether its weight version can be set without aborting requests.
         checksums: Whether it can give checksums of its weights.
+        aborts: Whether requests can be aborted while it is paused.
+        timed_flush: Whether it can be asked to flush its cache once, or for so long, and not until it succeeds.
     """
 
     version: str | None
@@ -101,6 +105,8 @@ class SGLangFacts:
     selectors: bool = True
     labels: bool = True
     checksums: bool = True
+    aborts: bool = True
+    timed_flush: bool = True
 
 
 class SGLangClient(ABC):
@@ -117,6 +123,10 @@ class SGLangClient(ABC):
     @abstractmethod
     async def _ask(self, call: str, fields: dict[str, Any]) -> Any:
         """Make one call by SGLang's name for it, and return its answer, success or not."""
+
+    def address(self) -> str:
+        """This node's address, as the engine's processes reach it."""
+        return cluster.node_address()
 
     async def aclose(self) -> None:  # noqa: B027 - most have nothing to let go of
         """Let go of connections; the engine runs on."""

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from asyncsync import cluster
 from asyncsync.engines.http import Answer, HTTPServer, ServerUnreachableError
-from asyncsync.engines.sglang_calls import (
+from asyncsync.engines.sglang.calls import (
     PAUSE_MODES,
     SGLangClient,
     SGLangError,
@@ -88,6 +88,15 @@ class HTTPClient(SGLangClient):
         self._server = server
         self._admin = admin or server
 
+    def __repr__(self) -> str:
+        return self._server.url
+
+    def address(self) -> str:
+        try:
+            return self._server.own_address()
+        except OSError as error:
+            raise SGLangUnreachableError(f"{self._server.url}: {error}") from error
+
     async def aclose(self) -> None:
         await self._server.aclose()
         await self._admin.aclose()
@@ -145,6 +154,9 @@ class InProcessClient(SGLangClient):
     def __init__(self, engine: Any) -> None:
         self._manager = engine.tokenizer_manager
         self._running: set[asyncio.Task[Any]] = set()
+
+    def __repr__(self) -> str:
+        return "in process"
 
     async def get_facts(self) -> SGLangFacts:
         info = self.server_info()
@@ -218,6 +230,9 @@ class ActorClient(SGLangClient):
     def __init__(self, handle: Any) -> None:
         self._handle = handle
 
+    def __repr__(self) -> str:
+        return f"{cluster.actor_class_name(self._handle)} {cluster.actor_key(self._handle)[:8]}"
+
     async def get_facts(self) -> SGLangFacts:
         info: Mapping[str, Any] = {}
         if not cluster.missing_methods(self._handle, ("get_server_info",)):
@@ -230,6 +245,8 @@ class ActorClient(SGLangClient):
             selectors=self._takes("update_weights_from_distributed", "selector"),
             labels=self._takes("update_weight_version", "abort_all_requests"),
             checksums=self._takes("check_weights", "action"),
+            aborts=self._takes("abort_request", "abort_all"),
+            timed_flush=self._takes("flush_cache", "timeout"),
         )
 
     def _takes(self, call: str, field: str) -> bool:
@@ -252,62 +269,3 @@ class ActorClient(SGLangClient):
             # requests' errors, as slime's and miles' actors raise them, have the server's words as a note.
             said = [f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())]
             raise SGLangError("; ".join(said), call) from error
-
-
-def _exposed(call: str) -> Callable[..., Coroutine[Any, Any, Any]]:
-    async def method(self: SGLangActor, **fields: Any) -> Any:
-        return await self._asyncsync.ask(call, fields)
-
-    method.__name__, method.__doc__ = call, f"SGLang's ``{call}``; fields by name."
-    return method
-
-
-class SGLangActor:
-    """A Ray actor's class with an SGLang engine in it: all that ``SGLangEngine`` needs of an actor.
-
-    Make an actor of it, or of a class that includes it, with plain ``ray.remote``. Constructing it takes as long as
-    SGLang takes to start; its calls run on the actor's own loop, beside its requests.
-
-    Example:
-        >>> actor = ray.remote(asyncsync.SGLangActor).options(num_gpus=1).remote(model_path="Qwen/Qwen3-0.6B")
-        >>> await actor.generate.remote(prompt="The", sampling_params={"max_new_tokens": 8})
-
-    Args:
-        **arguments: Of ``sglang.Engine``.
-
-    Attributes:
-        engine: The ``sglang.Engine``.
-    """
-
-    def __init__(self, **arguments: Any) -> None:
-        from sglang.srt.entrypoints.engine import Engine
-
-        self.engine: Any = Engine(**arguments)
-        self._asyncsync = InProcessClient(self.engine)
-
-    async def generate(self, **request: Any) -> Any:
-        """One request, as ``sglang.Engine.async_generate`` takes it."""
-        return await self.engine.async_generate(**request)
-
-    async def get_server_info(self) -> dict[str, Any]:
-        """Of what the engine's configuration says, what an update needs to know."""
-        return self._asyncsync.server_info()
-
-    async def shutdown(self) -> None:
-        """End the engine's processes."""
-        self.engine.shutdown()
-
-    abort_request = _exposed("abort_request")
-    begin_weight_update = _exposed("begin_weight_update")
-    check_weights = _exposed("check_weights")
-    continue_generation = _exposed("continue_generation")
-    destroy_weights_update_group = _exposed("destroy_weights_update_group")
-    end_weight_update = _exposed("end_weight_update")
-    flush_cache = _exposed("flush_cache")
-    get_weight_version = _exposed("get_weight_version")
-    init_weights_update_group = _exposed("init_weights_update_group")
-    pause_generation = _exposed("pause_generation")
-    release_memory_occupation = _exposed("release_memory_occupation")
-    resume_memory_occupation = _exposed("resume_memory_occupation")
-    update_weight_version = _exposed("update_weight_version")
-    update_weights_from_distributed = _exposed("update_weights_from_distributed")
