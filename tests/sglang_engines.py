@@ -14,8 +14,8 @@ import httpx
 from torch import nn
 
 import asyncsync
+from asyncsync import Completion, WeightVersionSpan
 from asyncsync.messages import Policy
-from asyncsync.testing import Generated, WeightSpan
 from tests import sglang_bed as bed
 from tests.tiny_model import greedy_continued, greedy_recomputed, prompt_of, tiny_model
 
@@ -33,28 +33,30 @@ def asked_for(prompt: Sequence[int], count: int) -> dict[str, Any]:
     return {"input_ids": list(prompt), "sampling_params": sampling, "stream": True}
 
 
-def generated(answers: Sequence[dict[str, Any]]) -> Generated:
+def completion(answers: Sequence[dict[str, Any]]) -> Completion:
     """What a request came to, from all that was streamed of it."""
     last = answers[-1]["meta_info"]
     tokens = max((tuple(answer.get("output_ids") or ()) for answer in answers), key=len)
-    spans = tuple(
-        WeightSpan(str(span["version"]), int(span["start"]), int(span["end"]))
-        for span in last.get("weight_versions") or ()
-    )
-    return Generated(tokens, str(last["finish_reason"]["type"]), spans)
+    spans = (version_span(**span) for span in last.get("weight_versions") or ())
+    reason: Any = last["finish_reason"]["type"]
+    return Completion(tokens=tokens, finish_reason=reason, weight_versions=tuple(spans))
 
 
-async def ask(engine: Any, prompt: Sequence[int], count: int, started: Callable[[], None] | None) -> Generated:
+def version_span(version: str, start: int, end: int) -> WeightVersionSpan:
+    return WeightVersionSpan(version=int(version) if version.isdigit() else None, start=start, end=end)
+
+
+async def ask(engine: Any, prompt: Sequence[int], count: int, started: Callable[[], None] | None) -> Completion:
     """Have an ``sglang.Engine`` of this process generate greedily."""
     answers: list[dict[str, Any]] = []
     async for answer in await engine.async_generate(**asked_for(prompt, count)):
         answers.append(answer)
         if started is not None and len(answer.get("output_ids") or ()) > 2:
             started()
-    return generated(answers)
+    return completion(answers)
 
 
-async def ask_server(url: str, prompt: Sequence[int], count: int, started: Callable[[], None] | None) -> Generated:
+async def ask_server(url: str, prompt: Sequence[int], count: int, started: Callable[[], None] | None) -> Completion:
     """Have a server generate greedily."""
     answers: list[dict[str, Any]] = []
     headers = {"Authorization": f"Bearer {bed.API_KEY}"}
@@ -68,7 +70,7 @@ async def ask_server(url: str, prompt: Sequence[int], count: int, started: Calla
                 answers.append(json.loads(line.removeprefix("data: ")))
                 if started is not None and len(answers[-1].get("output_ids") or ()) > 2:
                     started()
-    return generated(answers)
+    return completion(answers)
 
 
 class RolloutActor(asyncsync.SGLangActor):
@@ -78,7 +80,7 @@ class RolloutActor(asyncsync.SGLangActor):
         super().__init__(**arguments)
         self._started: dict[str, asyncio.Event] = {}
 
-    async def ask(self, prompt: list[int], count: int, name: str) -> Generated:
+    async def ask(self, prompt: list[int], count: int, name: str) -> Completion:
         return await ask(self.engine, prompt, count, self._started.setdefault(name, asyncio.Event()).set)
 
     async def has_started(self, name: str) -> None:
@@ -107,8 +109,10 @@ class SGLangSubject:
         self.processes = 0  # of a server: its process group
         self._ask = ask
 
-    async def generate(self, prompt: Sequence[int], count: int, started: Callable[[], None] | None = None) -> Generated:
-        result: Generated = await self._ask(prompt, count, started)
+    async def generate(
+        self, prompt: Sequence[int], count: int, started: Callable[[], None] | None = None
+    ) -> Completion:
+        result: Completion = await self._ask(prompt, count, started)
         return result
 
     def expected(self, old: nn.Module, new: nn.Module, switch: int, count: int, policy: Policy) -> list[int]:
@@ -121,7 +125,7 @@ async def in_process(path: Path, *, tp: int = 1, **more: Any) -> AsyncIterator[S
     """An engine of this process."""
     async with bed.in_process(path, tp=tp, **more) as engine:
 
-        async def ask_here(*args: Any) -> Generated:
+        async def ask_here(*args: Any) -> Completion:
             return await ask(engine, *args)
 
         policies = EVERY_POLICY if "disable_radix_cache" in more else WITH_RADIX_CACHE
@@ -134,13 +138,13 @@ async def in_actor(path: Path, *, tp: int = 1, **more: Any) -> AsyncIterator[SGL
     async with bed.in_actor(path, tp=tp, actor_class=RolloutActor, **more) as actor:
         names = (f"request-{number}" for number in itertools.count())
 
-        async def ask_actor(prompt: Sequence[int], count: int, started: Callable[[], None] | None) -> Generated:
+        async def ask_actor(prompt: Sequence[int], count: int, started: Callable[[], None] | None) -> Completion:
             name = next(names)
             answer = actor.ask.remote(list(prompt), count, name)
             if started is not None:
                 await actor.has_started.remote(name)
                 started()
-            result: Generated = await answer
+            result: Completion = await answer
             return result
 
         policies = EVERY_POLICY if "disable_radix_cache" in more else WITH_RADIX_CACHE
@@ -152,7 +156,7 @@ async def over_http(path: Path, *, tp: int = 1, **more: Any) -> AsyncIterator[SG
     """An engine behind HTTP, that wants an API key."""
     async with bed.server(path, tp=tp, **more) as (url, processes):
 
-        async def ask_url(*args: Any) -> Generated:
+        async def ask_url(*args: Any) -> Completion:
             return await ask_server(url, *args)
 
         policies = EVERY_POLICY if "disable_radix_cache" in more else WITH_RADIX_CACHE
