@@ -28,12 +28,12 @@ from typing import Any, Protocol, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from asyncsync.engines.base import EngineReceipt, GivingEngine, RolloutEngine
+from asyncsync.engines.base import CheckedEngine, EngineReceipt, GivingEngine, RolloutEngine
 from asyncsync.engines.completion import Completion
 from asyncsync.engines.group import EngineGroup
 from asyncsync.engines.remote import as_rank
 from asyncsync.errors import AsyncSyncError, EngineError, PlanError, WeightUpdateError
-from asyncsync.messages import Contacts, EngineStatus, Layout, Policy, Rendezvous, UpdateOrder
+from asyncsync.messages import Checksums, Contacts, EngineStatus, Layout, Policy, Rendezvous, UpdateOrder
 from asyncsync.report import EngineState
 from asyncsync.synchronizer import WeightSynchronizer
 
@@ -184,6 +184,16 @@ class Probe:
         """See :class:`~asyncsync.GivingEngine`."""
         giving = cast("GivingEngine", self._engine)
         return await self._pass("give_weights", functools.partial(giving.give_weights, order))
+
+    async def wanted_checksums(self) -> Checksums:
+        """See :class:`~asyncsync.CheckedEngine`."""
+        checked = cast("CheckedEngine", self._engine)
+        return await self._pass("wanted_checksums", checked.wanted_checksums)
+
+    async def compare_checksums(self, epoch: int, checksums: Mapping[str, str]) -> None:
+        """See :class:`~asyncsync.CheckedEngine`."""
+        checked = cast("CheckedEngine", self._engine)
+        await self._pass("compare_checksums", functools.partial(checked.compare_checksums, epoch, checksums))
 
 
 # -- what the checks are made of --------------------------------------------------------------------------------------
@@ -351,7 +361,7 @@ async def check_failed_bucket(subject: Subject) -> None:
     async with WeightSynchronizer(weights, [probe], bucket_size=1024) as synchronizer:
         error = await failed(synchronizer.update_weights())
         assert isinstance(error, WeightUpdateError), repr(error)
-        assert "planned" in str(error), "the cause is told"
+        assert "planned" in str(error), f"the cause is told: {error!r}"
         assert all(outcome.state is not EngineState.UPDATED for outcome in error.outcomes)
     async with (
         _whole_or_not_serving(subject, probe, old, subject.trainer, "after a failed bucket"),
@@ -413,7 +423,7 @@ async def check_failing_calls(subject: Subject) -> None:
             probe.before[name] = fail
             error = await failed(synchronizer.update_weights())
             assert isinstance(error, EngineError), repr(error)
-            assert "planned" in str(error), "the cause is told"
+            assert "planned" in str(error), f"the cause is told: {error!r}"
             async with _whole_or_not_serving(subject, probe, old, subject.trainer, f"{name} failed"):
                 await synchronizer.update_weights()
             await serves(subject, subject.trainer, f"after an update in which {name} failed")

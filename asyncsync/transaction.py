@@ -107,7 +107,8 @@ class Transaction:
             receipts = await race(ends)
             self._attempt.sent = receipts.pop(None)
             for member, receipt in receipts.items():
-                self._attempt.digests[cast("Member", member)] = receipt.digest
+                if receipt.digest is not None:
+                    self._attempt.digests[cast("Member", member)] = receipt.digest
             for member, digest in self._attempt.digests.items():
                 if digest != self._attempt.digest:
                     sent = self._attempt.digest
@@ -193,6 +194,9 @@ class Transaction:
             return member.call(lambda engine: cast("CheckedEngine", engine).compare_checksums(self._order.epoch, own))
 
         await race({member: check(member) for member in wanted})
+        for member, keys in wanted.items():
+            if keys:  # in place of a digest, from an engine that cannot tell one
+                self._attempt.digests.setdefault(member, self._attempt.digest)
 
     def _publish(self) -> None:
         self._attempt.note_versions()  # at once: between the two, no engine would hold the published version

@@ -14,10 +14,11 @@ class EngineReceipt:
     """What an engine took in one update.
 
     Attributes:
-        digest: Digest of the whole set of weights, as the engine computed it from the bytes that arrived.
+        digest: Digest of the whole set of weights, as the engine computed it from the bytes that arrived; None if it
+            cannot tell, as one that receives by itself: what it has loaded is to be compared another way.
     """
 
-    digest: str
+    digest: str | None
 
 
 class WeightReceiver(Protocol):

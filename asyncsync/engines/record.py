@@ -98,20 +98,21 @@ class WeightRecord:
         self.see(epoch)
         self.ended_epoch = epoch
 
-    def committed(self, order: UpdateOrder, names: frozenset[str], digest: str) -> None:
+    def committed(self, order: UpdateOrder, names: frozenset[str], digest: str | None) -> None:
         """Note that what an update brought is in service now.
 
         Args:
             order: The update's.
             names: Every name it brought.
-            digest: Digest of what it brought.
+            digest: Digest of what it brought, if it is known.
 
         Raises:
             TaintedEngineError: The engine still lacks what an earlier update brought to others.
         """
         self.version, self.tainted, self.ended_epoch = order.version, None, order.epoch
         self._holds = {layout: held for layout, held in self._holds.items() if not held[0] & names}
-        self._holds[order.plan_digest] = names, digest
+        if digest is not None:
+            self._holds[order.plan_digest] = names, digest
         self._torn -= names
         if self._torn:
             self.taint(f"it lacks what an earlier update brought to others: {list_names(self._torn)}")
