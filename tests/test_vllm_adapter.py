@@ -202,9 +202,21 @@ async def test_a_stranger_gets_no_line(hello: dict[str, Any]) -> None:
     exchange.close()
 
 
-@pytest.mark.parametrize("data", [b"GET / HTTP/1.1\r\n\r\n", struct.pack("!I", 3) + b"abc", struct.pack("!I", 2**31)])
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        struct.pack("!I", 3) + b"abc",
+        struct.pack("!I", 3) + b"\xc1\xc1\xc1",
+        struct.pack("!I", 2**13),
+        struct.pack("!I", 2**31),
+        struct.pack("!I", 23) + channel.encode({"token": "\xe9", "rank": 0, "ranks": 1}),
+    ],
+)
 @pytest.mark.asyncio
 async def test_whatever_is_sent_to_an_exchange_it_goes_on(data: bytes) -> None:
+    unheard: list[Any] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: unheard.append(context))
     echo, exchange = Echo(), Exchange("127.0.0.1")
     port = await exchange.open()
     reader, writer = await asyncio.open_connection(exchange.address, port)
@@ -216,6 +228,7 @@ async def test_whatever_is_sent_to_an_exchange_it_goes_on(data: bytes) -> None:
     assert (await line.call("describe_engine")).instance == "echo"
     exchange.close()
     await answering
+    assert not unheard
 
 
 def test_no_call_but_those_that_are_named_can_be_made() -> None:
