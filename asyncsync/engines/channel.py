@@ -38,7 +38,7 @@ CALLS: Mapping[str, tuple[Any, Any]] = {
     "leave_group": (tuple[str], None),
     "receive_weights": (tuple[UpdateOrder], EngineReceipt),
     "abort_weight_update": (tuple[int, int | None], EngineStatus),
-    "note_pause": (tuple[bool], None),
+    "note_pause": (tuple[int, bool], None),
 }
 """The calls that a rank answers: what they take, and what they return."""
 
