@@ -16,7 +16,7 @@ from asyncsync import EngineState, WeightSynchronizer
 from asyncsync.engines import channel
 from asyncsync.engines.channel import Exchange, Hello, Line, answer_calls
 from asyncsync.engines.vllm.clients import HTTPClient, client_for
-from asyncsync.messages import EngineStatus, UpdateOrder
+from asyncsync.messages import EngineStatus, Policy, UpdateOrder
 from asyncsync.testing import Probe, copied, failed, step
 from tests.chain import Chain, continued
 from tests.fake_vllm import FakeLLM
@@ -146,7 +146,7 @@ async def test_requests_that_a_pause_has_kept_do_not_go_on_over_torn_weights() -
     async with WeightSynchronizer(model, [asyncsync.VLLMEngine(llm)], policy="continue") as synchronizer:
         await synchronizer.update_weights()
         started = asyncio.Event()
-        request = asyncio.create_task(llm.generate([7], 10**6, started.set))
+        request = asyncio.create_task(llm.generate([7], 2000, started.set))
         await started.wait()
         old = copied(model)
         step(model, 1)
@@ -154,9 +154,11 @@ async def test_requests_that_a_pause_has_kept_do_not_go_on_over_torn_weights() -
         await failed(synchronizer.update_weights())
     async with WeightSynchronizer(model, [asyncsync.VLLMEngine(llm)], policy="drain") as synchronizer:
         await synchronizer.update_weights()
+        assert await serves(llm, model)
+    assert "pause wait True" not in llm.calls
     generated = await request
-    assert generated.finish_reason == "abort"
-    assert list(generated.tokens) == continued(old, old, 7, 0, len(generated.tokens))
+    (switch,) = (span.start for span in generated.weight_versions[1:])
+    assert list(generated.tokens) == continued(old, model, 7, switch, len(generated.tokens))
 
 
 @pytest.mark.asyncio
@@ -246,6 +248,32 @@ async def test_an_engine_that_cannot_be_reached_leaves_nobody_listening(monkeypa
     assert len(exchanges) == 2, "who comes while it is being reached waits for that"
     await engine.aclose()
     await asyncio.wait_for(asyncio.gather(*llm.answering), 5)
+
+
+@pytest.mark.parametrize("policy", ["drain", "abort", "recompute", "continue"])
+@pytest.mark.asyncio
+async def test_a_reader_who_waits_for_a_tainted_engine_does_not_keep_it_from_being_repaired(policy: Policy) -> None:
+    llm, model = FakeLLM(), Chain(1)
+    async with WeightSynchronizer(model, [asyncsync.VLLMEngine(llm)], policy=policy, timeout=10) as synchronizer:
+        await synchronizer.update_weights()
+        step(model, 1)
+        llm.failing.add("load")
+        await failed(synchronizer.update_weights())
+        inside = asyncio.Event()
+
+        async def read() -> asyncsync.Completion:
+            async with synchronizer.generation():
+                inside.set()
+                return await llm.generate([7], 12, None)
+
+        reader = asyncio.create_task(read())
+        await inside.wait()
+        await synchronizer.update_weights()
+        assert (await reader).finish_reason == ("abort" if policy in ("drain", "abort") else "length")
+        assert await serves(llm, model)
+        calls = len(llm.calls)
+        await synchronizer.update_weights()
+        assert not any("abort" in call for call in llm.calls[calls:]) or policy == "abort"
 
 
 @pytest.mark.asyncio

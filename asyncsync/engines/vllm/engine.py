@@ -216,9 +216,8 @@ class VLLMEngine:
             raise OutOfStepError(f"a call of epoch {epoch} is out of date: this engine has seen epoch {newest}")
 
     async def _pause(self, epoch: int, policy: Policy) -> None:
-        mode, clear_cache = PAUSES[policy]
-        if mode == "wait" and self._tainted:
-            mode = "abort"  # requests that an earlier pause has kept would go on over what is torn
+        # Drained, requests that an earlier pause has kept would go on over what is torn.
+        mode, clear_cache = PAUSES["recompute" if policy == "drain" and self._tainted else policy]
         await self._ranks.ask_all(lambda _, rank: rank.note_pause(epoch, True))  # which refuses an old epoch
         self._paused = True
         await self._asked("pause", self._client.pause(mode, clear_cache=clear_cache))
