@@ -144,7 +144,13 @@ class Connection:
         """An update succeeded at every end."""
         if self._engines is not None:
             self._engines = {
-                member: replace(status, weight_version=order.version, newest_version=order.version, tainted=None)
+                member: replace(
+                    status,
+                    weight_version=order.version,
+                    newest_version=order.version,
+                    tainted=None,
+                    paused=False,
+                )
                 for member, status in self._engines.items()
             }
 

@@ -114,9 +114,28 @@ class Forgetful(ChainEngine):
         return status
 
 
+class Unaware(ChainEngine):
+    """Serves whatever it is told of others."""
+
+    async def abort_weight_update(self, epoch: int, published: int | None) -> asyncsync.EngineStatus:
+        status = await super().abort_weight_update(epoch, published)
+        gate_of(self).resume()
+        return status
+
+
+class Patient(ChainEngine):
+    """Pauses for whoever asks, however late."""
+
+    async def pause_generation(self, epoch: int, policy: Policy) -> None:
+        await super().pause_generation(max(epoch, self._asyncsync.record.epoch), policy)
+
+
 @pytest.mark.parametrize(
     ("kind", "staged", "check"),
     [
+        (Unaware, True, "missed version"),
+        (Unaware, False, "failed bucket"),
+        (Patient, True, "old epochs"),
         (Unmoved, True, "updates"),
         (Unmoved, True, "digest"),
         (Careless, False, "requests around updates"),

@@ -16,8 +16,8 @@ from asyncsync import EngineState, WeightSynchronizer
 from asyncsync.engines import channel
 from asyncsync.engines.channel import Exchange, Hello, Line, answer_calls
 from asyncsync.engines.vllm.clients import HTTPClient, client_for
-from asyncsync.messages import EngineStatus
-from asyncsync.testing import failed, step
+from asyncsync.messages import EngineStatus, Policy, UpdateOrder
+from asyncsync.testing import Probe, copied, failed, step
 from tests.chain import Chain, continued
 from tests.fake_vllm import FakeLLM
 
@@ -120,6 +120,162 @@ async def test_an_engine_without_the_backend_says_how_to_start_it() -> None:
     assert 'weight_transfer_config={"backend": "asyncsync"}' in str(error)
 
 
+@pytest.mark.parametrize("call", ["pause wait True", "start", "update"])
+@pytest.mark.asyncio
+async def test_an_engine_that_missed_a_version_which_others_serve_serves_nothing(call: str) -> None:
+    model, llm, behind = Chain(1), FakeLLM(), FakeLLM()
+    engines = [asyncsync.VLLMEngine(llm), asyncsync.VLLMEngine(behind)]
+    async with WeightSynchronizer(model, engines) as synchronizer:
+        await synchronizer.update_weights()
+        step(model, 1)
+        behind.failing.add(call)
+        error = await failed(synchronizer.update_weights())
+        assert isinstance(error, asyncsync.WeightUpdateError)
+        assert [outcome.state for outcome in error.outcomes] == [EngineState.UPDATED, EngineState.TAINTED]
+        assert await serves(llm, model)
+        request = asyncio.create_task(serves(behind, model))
+        await asyncio.wait([request], timeout=0.1)
+        assert not request.done(), "who reads the new version must not be answered by the old weights"
+        await synchronizer.update_weights()
+        assert await request
+
+
+@pytest.mark.asyncio
+async def test_requests_that_a_pause_has_kept_do_not_go_on_over_torn_weights() -> None:
+    llm, model = FakeLLM(), Chain(1)
+    async with WeightSynchronizer(model, [asyncsync.VLLMEngine(llm)], policy="continue") as synchronizer:
+        await synchronizer.update_weights()
+        started = asyncio.Event()
+        request = asyncio.create_task(llm.generate([7], 2000, started.set))
+        await started.wait()
+        old = copied(model)
+        step(model, 1)
+        llm.failing.add("load")
+        await failed(synchronizer.update_weights())
+    async with WeightSynchronizer(model, [asyncsync.VLLMEngine(llm)], policy="drain") as synchronizer:
+        await synchronizer.update_weights()
+        assert await serves(llm, model)
+    assert "pause wait True" not in llm.calls
+    generated = await request
+    (switch,) = (span.start for span in generated.weight_versions[1:])
+    assert list(generated.tokens) == continued(old, model, 7, switch, len(generated.tokens))
+
+
+@pytest.mark.asyncio
+async def test_a_conductor_that_was_replaced_neither_pauses_nor_resumes_nor_loads() -> None:
+    llm, model, late = FakeLLM(ranks=2), Chain(1), Chain(2)
+    theirs = asyncsync.VLLMEngine(llm)
+    orders: list[UpdateOrder] = []
+
+    async def vanish() -> None:
+        raise RuntimeError("planned: gone")
+
+    class Noting(Probe):
+        async def receive_weights(self, order: UpdateOrder) -> asyncsync.EngineReceipt:
+            orders.append(order)
+            return await super().receive_weights(order)
+
+    probe = Noting(theirs)
+    async with WeightSynchronizer(late, [probe]) as before:
+        await before.update_weights()
+        probe.before["finish_weight_update"] = vanish
+        await failed(before.update_weights())
+        async with WeightSynchronizer(model, [asyncsync.VLLMEngine(llm)]) as synchronizer:
+            await synchronizer.update_weights()
+            calls = len(llm.calls)
+            epoch = orders[-1].epoch
+            for call in (
+                theirs.finish_weight_update(orders[-1]),
+                theirs.pause_generation(epoch, "drain"),
+                theirs.resume_generation(epoch),
+                theirs.receive_weights(orders[-1]),
+                theirs.abort_weight_update(epoch, None),
+            ):
+                with pytest.raises(asyncsync.OutOfStepError):
+                    await call
+            assert llm.calls[calls:] == [], "vLLM is asked for nothing"
+            assert await serves(llm, model)
+
+
+@pytest.mark.asyncio
+async def test_an_engine_that_was_restarted_gets_the_update_that_finds_it_so() -> None:
+    llm, model = FakeLLM(), Chain(1)
+    engine = asyncsync.VLLMEngine(llm)
+    async with WeightSynchronizer(model, [engine]) as synchronizer:
+        await synchronizer.update_weights()
+        assert engine._exchange is not None
+        (line,) = engine._exchange.lines
+        for answering in llm.answering:
+            answering.cancel()
+        vars(llm).update(vars(FakeLLM()))
+        step(model, 1)
+        await asyncio.wait([line._listening])
+        await synchronizer.update_weights()
+        assert await serves(llm, model)
+
+
+@pytest.mark.asyncio
+async def test_nothing_is_left_open_whatever_became_of_the_others() -> None:
+    llm, model, other = FakeLLM(), Chain(1), asyncsync.ModuleEngine(Chain(0))
+    engine = asyncsync.VLLMEngine(llm)
+    async with WeightSynchronizer(model, [engine, other]) as synchronizer:
+        await synchronizer.update_weights()
+        await synchronizer.remove_engine(other)  # so that it is connected anew
+        await synchronizer.update_weights()
+    await asyncio.wait_for(asyncio.gather(*llm.answering), 5)
+    assert engine._exchange is None
+
+
+@pytest.mark.asyncio
+async def test_an_engine_that_cannot_be_reached_leaves_nobody_listening(monkeypatch: pytest.MonkeyPatch) -> None:
+    exchanges: list[Exchange] = []
+    opened = Exchange.open
+
+    async def open_noted(self: Exchange) -> int:
+        exchanges.append(self)
+        return await opened(self)
+
+    monkeypatch.setattr(Exchange, "open", open_noted)
+    llm = FakeLLM()
+    llm.failing.add("init")
+    engine = asyncsync.VLLMEngine(llm)
+    with pytest.raises(asyncsync.EngineError, match="planned"):
+        await engine.describe_engine()
+    (exchange,) = exchanges
+    assert exchange._server is not None
+    assert not exchange._server.is_serving()
+    await asyncio.gather(engine.describe_engine(), engine.describe_engine())
+    assert len(exchanges) == 2, "who comes while it is being reached waits for that"
+    await engine.aclose()
+    await asyncio.wait_for(asyncio.gather(*llm.answering), 5)
+
+
+@pytest.mark.parametrize("policy", ["drain", "abort", "recompute", "continue"])
+@pytest.mark.asyncio
+async def test_a_reader_who_waits_for_a_tainted_engine_does_not_keep_it_from_being_repaired(policy: Policy) -> None:
+    llm, model = FakeLLM(), Chain(1)
+    async with WeightSynchronizer(model, [asyncsync.VLLMEngine(llm)], policy=policy, timeout=10) as synchronizer:
+        await synchronizer.update_weights()
+        step(model, 1)
+        llm.failing.add("load")
+        await failed(synchronizer.update_weights())
+        inside = asyncio.Event()
+
+        async def read() -> asyncsync.Completion:
+            async with synchronizer.generation():
+                inside.set()
+                return await llm.generate([7], 12, None)
+
+        reader = asyncio.create_task(read())
+        await inside.wait()
+        await synchronizer.update_weights()
+        assert (await reader).finish_reason == ("abort" if policy in ("drain", "abort") else "length")
+        assert await serves(llm, model)
+        calls = len(llm.calls)
+        await synchronizer.update_weights()
+        assert not any("abort" in call for call in llm.calls[calls:]) or policy == "abort"
+
+
 @pytest.mark.asyncio
 async def test_checksums_of_all_workers_are_given_as_one() -> None:
     llm, model = FakeLLM(ranks=2), Chain(1)
@@ -202,9 +358,21 @@ async def test_a_stranger_gets_no_line(hello: dict[str, Any]) -> None:
     exchange.close()
 
 
-@pytest.mark.parametrize("data", [b"GET / HTTP/1.1\r\n\r\n", struct.pack("!I", 3) + b"abc", struct.pack("!I", 2**31)])
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        struct.pack("!I", 3) + b"abc",
+        struct.pack("!I", 3) + b"\xc1\xc1\xc1",
+        struct.pack("!I", 2**13),
+        struct.pack("!I", 2**31),
+        struct.pack("!I", 23) + channel.encode({"token": "\xe9", "rank": 0, "ranks": 1}),
+    ],
+)
 @pytest.mark.asyncio
 async def test_whatever_is_sent_to_an_exchange_it_goes_on(data: bytes) -> None:
+    unheard: list[Any] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: unheard.append(context))
     echo, exchange = Echo(), Exchange("127.0.0.1")
     port = await exchange.open()
     reader, writer = await asyncio.open_connection(exchange.address, port)
@@ -216,6 +384,7 @@ async def test_whatever_is_sent_to_an_exchange_it_goes_on(data: bytes) -> None:
     assert (await line.call("describe_engine")).instance == "echo"
     exchange.close()
     await answering
+    assert not unheard
 
 
 def test_no_call_but_those_that_are_named_can_be_made() -> None:

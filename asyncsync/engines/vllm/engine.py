@@ -7,6 +7,7 @@ what only it can do: to hold requests, to have the workers load, to label the we
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Mapping
 from typing import Any, TypeVar
@@ -75,10 +76,12 @@ class VLLMEngine:
         self._address = address
         self._exchange: Exchange | None = None
         self._ranks: ReceivingRanks[WorkerLine] = ReceivingRanks(())
-        self._groups: set[str] = set()
+        self._groups: dict[int, str] = {}  # by source, of which it is in one group at a time
+        self._reaching = asyncio.Lock()
         self._epoch = 0
         self._paused_for: int | None = None  # the epoch of the update it is paused for
         self._paused = False  # by an update, maybe another conductor's
+        self._tainted = False
         self._in_session = False
 
     def __repr__(self) -> str:
@@ -94,6 +97,7 @@ class VLLMEngine:
     async def aclose(self) -> None:
         """Hang up. The engine itself goes on; used again, it is connected anew."""
         self._hang_up()
+        self._groups.clear()
         await self._client.aclose()
 
     # -- the RolloutEngine protocol -------------------------------------------------------------------------------
@@ -107,7 +111,7 @@ class VLLMEngine:
         """
         await self._reach()
         status = await self._ranks.describe_engine()
-        self._paused = status.paused
+        self._paused, self._tainted = status.paused, status.tainted is not None
         await self._check_awake()
         self._epoch = max(self._epoch, status.epoch)
         return status
@@ -123,7 +127,7 @@ class VLLMEngine:
 
     async def open_group(self, rendezvous: Rendezvous) -> Contacts:
         """See :meth:`asyncsync.RolloutEngine.open_group`."""
-        self._groups.add(rendezvous.connection)
+        self._groups[rendezvous.source] = rendezvous.connection
         return await self._ranks.open_group(rendezvous)
 
     async def join_group(self, connection: str, contacts: Contacts) -> None:
@@ -132,11 +136,11 @@ class VLLMEngine:
 
     async def leave_group(self, connection: str) -> None:
         """See :meth:`asyncsync.RolloutEngine.leave_group`. Without a group, the lines to the workers are not kept."""
-        if connection in self._groups:
+        if connection in self._groups.values():
             try:
                 await self._ranks.leave_group(connection)
             finally:
-                self._groups.discard(connection)
+                self._groups = {source: each for source, each in self._groups.items() if each != connection}
                 if not self._groups:
                     await self.aclose()
 
@@ -144,11 +148,14 @@ class VLLMEngine:
         """See :meth:`asyncsync.RolloutEngine.pause_generation`."""
         self._see(epoch)
         self._paused_for = epoch
-        await self._pause(policy)
+        await self._pause(epoch, policy)
 
     async def receive_weights(self, order: UpdateOrder) -> EngineReceipt:
         """See :meth:`asyncsync.RolloutEngine.receive_weights`."""
         self._see(order.epoch)
+        if not self._is_reached():
+            # Before anything has begun: whoever conducts asks everyone anew, and finds a new process, or new lines.
+            raise OutOfStepError("the connections to the engine's workers broke since the last update")
         steps: dict[str, Awaitable[Any]] = {
             "receive": self._ranks.receive_weights(order),
             "awake": self._check_awake(),
@@ -158,11 +165,12 @@ class VLLMEngine:
 
     async def finish_weight_update(self, order: UpdateOrder) -> None:
         """See :meth:`asyncsync.RolloutEngine.finish_weight_update`."""
+        self._see(order.epoch)
         if self._paused_for == order.epoch:
             await self._commit(order)
             return
         try:
-            await self._pause(order.policy)
+            await self._pause(order.epoch, order.policy)
             await self._commit(order)
         except BaseException as error:
             await also(error, self._give_up(order.epoch))
@@ -170,15 +178,29 @@ class VLLMEngine:
         await shielded(self._resume(order.epoch))
 
     async def abort_weight_update(self, epoch: int, published: int | None) -> EngineStatus:
-        """See :meth:`asyncsync.RolloutEngine.abort_weight_update`."""
-        status = await self._ranks.abort_weight_update(epoch, published)
+        """See :meth:`asyncsync.RolloutEngine.abort_weight_update`.
+
+        vLLM itself does not know that it must not serve: it is paused, and what is in flight ends.
+        """
+        try:
+            status = await self._ranks.abort_weight_update(epoch, published)
+        except OutOfStepError:
+            raise
+        except AsyncSyncError as error:
+            if published is not None:  # others serve that, and nobody knows whether it does
+                await also(error, self._pause(epoch, "abort"))
+            raise
         await self._end_session()
+        self._tainted = status.tainted is not None
+        if self._tainted and not self._paused:
+            await self._pause(epoch, "abort")
         return status
 
     async def resume_generation(self, epoch: int) -> None:
         """See :meth:`asyncsync.RolloutEngine.resume_generation`."""
         self._see(epoch)
         status = await self._ranks.describe_engine()
+        self._see_newest(epoch, status.epoch)
         if status.tainted is not None:
             raise TaintedEngineError(status.tainted)
         await shielded(self._resume(epoch))
@@ -186,14 +208,18 @@ class VLLMEngine:
     # -- what it does itself --------------------------------------------------------------------------------------
 
     def _see(self, epoch: int) -> None:
-        if epoch < self._epoch:
-            raise OutOfStepError(f"a call of epoch {epoch} is out of date: this engine has seen epoch {self._epoch}")
+        self._see_newest(epoch, self._epoch)
         self._epoch = epoch
 
-    async def _pause(self, policy: Policy) -> None:
-        mode, clear_cache = PAUSES[policy]
+    def _see_newest(self, epoch: int, newest: int) -> None:
+        if epoch < newest:
+            raise OutOfStepError(f"a call of epoch {epoch} is out of date: this engine has seen epoch {newest}")
+
+    async def _pause(self, epoch: int, policy: Policy) -> None:
+        # Drained, requests that an earlier pause has kept would go on over what is torn.
+        mode, clear_cache = PAUSES["recompute" if policy == "drain" and self._tainted else policy]
+        await self._ranks.ask_all(lambda _, rank: rank.note_pause(epoch, True))  # which refuses an old epoch
         self._paused = True
-        await self._ranks.ask_all(lambda _, rank: rank.note_pause(True))
         await self._asked("pause", self._client.pause(mode, clear_cache=clear_cache))
 
     async def _commit(self, order: UpdateOrder) -> None:
@@ -201,7 +227,7 @@ class VLLMEngine:
         await self._start_session()
         await self._asked("update_weights", self._client.update({"epoch": order.epoch}))
         await self._asked("finish_weight_update", self._client.finish_update(str(order.version)))
-        self._in_session = False
+        self._in_session = self._tainted = False
 
     async def _start_session(self) -> None:
         """Begin vLLM's session; one that was left open, by a conductor that died, is ended first."""
@@ -230,10 +256,11 @@ class VLLMEngine:
             await self._resume(epoch)
 
     async def _resume(self, epoch: int) -> None:
-        if epoch == self._epoch:  # else a newer update has paused it meanwhile
+        newest = (await self._ranks.describe_engine()).epoch
+        if epoch >= max(newest, self._epoch):  # else a newer update has paused it meanwhile, maybe another conductor's
             await self._asked("resume", self._client.resume())
             self._paused_for, self._paused = None, False
-            await self._ranks.ask_all(lambda _, rank: rank.note_pause(False))
+            await self._ranks.ask_all(lambda _, rank: rank.note_pause(epoch, False))
 
     async def _check_awake(self) -> None:
         """Refuse an engine that sleeps. To vLLM, one that is paused does so, too; an update's own pause is none."""
@@ -244,10 +271,25 @@ class VLLMEngine:
 
     async def _reach(self) -> None:
         """Have every worker connect, unless all are connected."""
-        if self._exchange is not None and self._exchange.lines:
-            return
-        self._hang_up()
-        exchange = self._exchange = Exchange(self._address or self._client.address())
+        async with self._reaching:  # by one call at a time: the others find the lines
+            if self._is_reached():
+                return
+            self._hang_up()
+            address = self._address
+            if address is None:
+                address = await asyncio.to_thread(self._client.address)  # a name may have to be looked up
+            exchange = Exchange(address)
+            try:
+                self._ranks = ReceivingRanks([WorkerLine(line) for line in await self._lines_to(exchange)])
+            except BaseException:
+                exchange.close()
+                raise
+            self._exchange = exchange
+
+    def _is_reached(self) -> bool:
+        return self._exchange is not None and bool(self._exchange.lines)
+
+    async def _lines_to(self, exchange: Exchange) -> list[Line]:
         port = await exchange.open()
         info = {"address": exchange.address, "port": port, "token": exchange.token}
         try:
@@ -260,14 +302,12 @@ class VLLMEngine:
                     f'"asyncsync"}} ({text})'
                 ) from error
             raise
-        lines = await exchange.all_lines(LINE_TIMEOUT)
-        self._ranks = ReceivingRanks([WorkerLine(line) for line in lines])
+        return await exchange.all_lines(LINE_TIMEOUT)
 
     def _hang_up(self) -> None:
         if self._exchange is not None:
             self._exchange.close()
         self._exchange = None
-        self._groups.clear()
 
     async def _asked(self, what: str, call: Awaitable[T]) -> T:
         """Await a call of vLLM's API; its errors, of whatever kind, come back as the engine's."""
@@ -326,6 +366,6 @@ class WorkerLine:
         status: EngineStatus = await self._line.call("abort_weight_update", epoch, published)
         return status
 
-    async def note_pause(self, paused: bool) -> None:
+    async def note_pause(self, epoch: int, paused: bool) -> None:
         """Have the worker note that the engine is being paused, or was resumed."""
-        await self._line.call("note_pause", paused)
+        await self._line.call("note_pause", epoch, paused)
