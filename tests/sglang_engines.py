@@ -20,7 +20,7 @@ from tests import sglang_bed as bed
 from tests.tiny_model import greedy_continued, greedy_recomputed, prompt_of, tiny_model
 
 PROMPT = prompt_of(64)
-TOKENS = 100
+TOKENS = 240
 
 EVERY_POLICY: tuple[Policy, ...] = ("drain", "abort", "recompute", "continue")
 WITH_RADIX_CACHE: tuple[Policy, ...] = ("drain", "abort", "recompute")

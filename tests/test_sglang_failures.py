@@ -153,8 +153,9 @@ async def test_another_dtype_is_told(subject: SGLangSubject) -> None:
         with pytest.raises(TransferError, match="dtype="):
             await synchronizer.update_weights()
     async with asyncsync.WeightSynchronizer(model, [subject.engine], dtype=torch.float32) as synchronizer:
-        await synchronizer.update_weights()
-    await serves(subject, model.to(torch.float32), "after an update with dtype=float32")
+        update = await synchronizer.update_weights()
+        # Not by its tokens: after rounding two of them may be best by nothing.
+        assert update.outcomes[0].digest == update.digest
 
 
 @pytest.mark.asyncio(loop_scope="module")
