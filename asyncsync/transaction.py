@@ -252,6 +252,15 @@ class Transaction:
                 members=behind,
                 timeout=CLEANUP_TIMEOUT,
             )
+        # Those that are whole and paused, by a conductor that is gone as well, serve again.
+        left = [
+            member
+            for member, status in engines.items()
+            if isinstance(status, EngineStatus) and status.paused and status.tainted is None
+        ]
+        await self._attempt.fleet.each(
+            lambda engine: engine.resume_generation(epoch), members=left, timeout=CLEANUP_TIMEOUT
+        )
         for member, status in engines.items():
             if isinstance(status, Exception):
                 self._attempt.lost.append(status)
