@@ -245,6 +245,8 @@ class Transaction:
         self._attempt.switched = bool(switched)
         if switched:
             # Some engines hold the new version whole, so it is out; those that do not are behind it.
+            for member in switched:
+                self._attempt.record(member, EngineState.UPDATED, weight_version=version)
             self._publish()
             behind = [member for member in engines if member not in switched]
             engines |= await self._attempt.fleet.each(
