@@ -249,6 +249,8 @@ class Transaction:
         self._attempt.switched = bool(switched)
         if switched:
             # Some engines hold the new version whole, so it is out; those that do not are behind it.
+            for member in switched:
+                self._attempt.record(member, EngineState.UPDATED, weight_version=version)
             self._publish()
             behind = [member for member in engines if member not in switched]
             engines |= await self._attempt.fleet.each(
@@ -256,6 +258,15 @@ class Transaction:
                 members=behind,
                 timeout=CLEANUP_TIMEOUT,
             )
+        # Those that are whole and paused, by a conductor that is gone as well, serve again.
+        left = [
+            member
+            for member, status in engines.items()
+            if isinstance(status, EngineStatus) and status.paused and status.tainted is None
+        ]
+        await self._attempt.fleet.each(
+            lambda engine: engine.resume_generation(epoch), members=left, timeout=CLEANUP_TIMEOUT
+        )
         for member, status in engines.items():
             if isinstance(status, Exception):
                 self._attempt.lost.append(status)

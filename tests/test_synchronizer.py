@@ -19,7 +19,9 @@ from torch import nn
 import asyncsync
 from asyncsync import EngineError, EngineState, PlanError, TransferError, WeightSynchronizer, cluster
 from asyncsync.messages import SendReceipt, UpdateOrder
+from asyncsync.testing import Probe, failed
 from tests.cancelling import CancelAt
+from tests.chain import Chain
 from tests.engines import (
     CONNECTING,
     IN_PLACE,
@@ -1074,3 +1076,30 @@ async def test_a_trainer_that_dies_in_mid_transfer_is_named_and_no_engine_that_h
         assert [outcome.state for outcome in caught.value.outcomes] == [EngineState.UNCHANGED] * 2
         trainer.dead = False
         await synchronizer.update_weights()
+
+
+@pytest.mark.asyncio
+async def test_who_holds_a_version_is_ready_as_soon_as_it_is_out_whatever_the_others_are_still_told() -> None:
+    model = Chain(1)
+    whole, behind = (Probe(asyncsync.ModuleEngine(Chain(0))) for _ in range(2))
+    async with WeightSynchronizer(model, [whole, behind]) as synchronizer:
+        await synchronizer.update_weights()
+        telling, go_on = asyncio.Event(), asyncio.Event()
+
+        async def fail() -> None:
+            raise RuntimeError("planned")
+
+        async def hang() -> None:
+            telling.set()
+            await go_on.wait()
+
+        async def then_hang() -> None:
+            behind.before["abort_weight_update"] = hang
+
+        behind.before["finish_weight_update"] = fail
+        behind.after["abort_weight_update"] = then_hang
+        update = asyncio.create_task(failed(synchronizer.update_weights()))
+        await telling.wait()
+        assert synchronizer.ready_engines == (whole,)
+        go_on.set()
+        await update

@@ -5,16 +5,20 @@ from __future__ import annotations
 import asyncio
 import json
 import struct
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
 import pytest
+import torch
+from torch import Tensor
 
 import asyncsync
 from asyncsync import EngineState, WeightSynchronizer
 from asyncsync.engines import channel
 from asyncsync.engines.channel import Exchange, Hello, Line, answer_calls
+from asyncsync.engines.vllm import clients
 from asyncsync.engines.vllm.clients import HTTPClient, client_for
 from asyncsync.messages import EngineStatus, Policy, UpdateOrder
 from asyncsync.testing import Probe, copied, failed, step
@@ -195,6 +199,88 @@ async def test_a_conductor_that_was_replaced_neither_pauses_nor_resumes_nor_load
                     await call
             assert llm.calls[calls:] == [], "vLLM is asked for nothing"
             assert await serves(llm, model)
+
+
+class SlowLLM(FakeLLM):
+    """Loads on a thread, as vLLM's workers do beside the one that answers; stops in the middle when told to."""
+
+    def __init__(self) -> None:
+        self.stopping, self.stopped, self.go_on = False, threading.Event(), threading.Event()
+        super().__init__()
+
+    def _load_into(self, module: Chain) -> Callable[[Iterator[tuple[str, Tensor]]], None]:
+        @torch.no_grad()
+        def load(weights: Iterator[tuple[str, Tensor]]) -> None:
+            own = module.state_dict()
+            for number, (name, tensor) in enumerate(weights):
+                if number == 2 and self.stopping:
+                    self.stopped.set()
+                    self.go_on.wait(30)
+                own[name].copy_(tensor)
+
+        return load
+
+    async def update_weights(self, request: Any) -> None:
+        self._asked("update")
+        await asyncio.to_thread(self._ranks[0].load, request.update_info["epoch"])
+
+    async def is_sleeping(self) -> bool:
+        return False  # as of an actor that does not tell
+
+
+@pytest.mark.asyncio
+async def test_what_is_loaded_is_not_overwritten_by_what_another_conductor_sends() -> None:
+    llm, model, other = SlowLLM(), Chain(1), Chain(2)
+    probe = Probe(asyncsync.VLLMEngine(llm))
+    async with (
+        WeightSynchronizer(model, [asyncsync.VLLMEngine(llm)]) as synchronizer,
+        WeightSynchronizer(other, [probe]) as second,
+    ):
+        await synchronizer.update_weights()
+        await second.connect()
+        llm.stopping = True
+        step(model, 1)
+        loading = asyncio.create_task(synchronizer.update_weights())
+        await asyncio.to_thread(llm.stopped.wait)
+        llm.stopping = False
+        receiving, go_on = probe.watch("receive_weights"), asyncio.Event()
+        received = probe.watch("finish_weight_update")
+        probe.before["finish_weight_update"] = go_on.wait  # type: ignore[assignment]
+        update = asyncio.create_task(second.update_weights())
+        await receiving.wait()
+        await asyncio.wait([asyncio.ensure_future(received.wait())], timeout=0.3)
+        llm.go_on.set()
+        await asyncio.wait([loading, asyncio.ensure_future(received.wait())], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([loading], timeout=1)
+        assert llm.modules[0].digest() == model.digest(), "loaded whole"
+        go_on.set()
+        await asyncio.wait([loading, update])
+        assert llm.modules[0].digest() in (model.digest(), other.digest())
+        request = asyncio.create_task(llm.generate([7], 1, None))
+        await asyncio.wait([request], timeout=5)
+        assert request.done(), "it serves"
+        assert update.done()
+        assert isinstance(update.exception(), asyncsync.WeightUpdateError | None)
+
+
+@pytest.mark.asyncio
+async def test_a_pause_that_a_dead_conductor_has_left_ends_even_if_the_next_update_fails() -> None:
+    llm, model, old = FakeLLM(), Chain(1), Chain(1)
+    engine = asyncsync.VLLMEngine(llm)
+    async with WeightSynchronizer(model, [engine]) as synchronizer:
+        await synchronizer.update_weights()
+        order = await engine.describe_engine()
+        await engine.pause_generation(order.epoch, "drain")
+        await engine.aclose()  # the conductor died
+    probe = Probe(asyncsync.VLLMEngine(llm))
+
+    async def fail() -> None:
+        raise RuntimeError("planned: receive_weights fails")
+
+    probe.before["receive_weights"] = fail
+    async with WeightSynchronizer(model, [probe]) as synchronizer:
+        await failed(synchronizer.update_weights())
+        assert await asyncio.wait_for(serves(llm, old), 5)
 
 
 @pytest.mark.asyncio
@@ -397,6 +483,7 @@ def test_no_call_but_those_that_are_named_can_be_made() -> None:
         "receive_weights",
         "abort_weight_update",
         "note_pause",
+        "check_pause",
     }
 
 
@@ -486,6 +573,25 @@ async def test_a_server_that_is_not_there_is_an_engines_error(kind: str, told: s
     with pytest.raises(asyncsync.EngineError, match=told):
         await client.resume()
     await client.aclose()
+
+
+@pytest.mark.asyncio
+async def test_a_connection_that_the_server_is_about_to_end_is_not_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert clients.KEEP_ALIVE < 5, "vLLM ends idle ones after so many seconds"
+    monkeypatch.setattr(clients, "KEEP_ALIVE", 0.05)
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
+        await reader.read(1)  # another request, that comes in the moment in which it hangs up
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        client = HTTPClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", api_key=None, timeout=3)
+        await client.resume()
+        await asyncio.sleep(0.2)
+        await client.resume()
+        await client.aclose()
 
 
 def test_what_is_no_engine_of_vllms_is_refused() -> None:

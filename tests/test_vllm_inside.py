@@ -92,6 +92,16 @@ async def test_what_does_not_fit_is_named_all_at_once(subject: VLLMSubject) -> N
 
 
 @pytest.mark.asyncio(loop_scope="module")
+async def test_an_unknown_name_is_unknown_whatever_it_is(subject: VLLMSubject) -> None:
+    """What torch says of tensors on the meta device is told from a name with that word in it."""
+    state = state_of(subject)
+    for name in ("model.metadata.weight", "model.layers.0.meta.weight"):
+        error = await refused(subject, state | {name: torch.zeros(3)})
+        assert error.names == (name,)
+    await serves(subject, subject.trainer, "after what was refused")
+
+
+@pytest.mark.asyncio(loop_scope="module")
 async def test_tied_weights_may_go_to_an_engine_that_does_not_tie_them(subject: VLLMSubject) -> None:
     state = state_of(subject)
     state["lm_head.weight"] = state["model.embed_tokens.weight"]  # one memory, two names

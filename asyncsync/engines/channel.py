@@ -39,6 +39,7 @@ CALLS: Mapping[str, tuple[Any, Any]] = {
     "receive_weights": (tuple[UpdateOrder], EngineReceipt),
     "abort_weight_update": (tuple[int, int | None], EngineStatus),
     "note_pause": (tuple[int, bool], None),
+    "check_pause": (tuple[int], None),
 }
 """The calls that a rank answers: what they take, and what they return."""
 

@@ -256,11 +256,17 @@ class VLLMEngine:
             await self._resume(epoch)
 
     async def _resume(self, epoch: int) -> None:
-        newest = (await self._ranks.describe_engine()).epoch
-        if epoch >= max(newest, self._epoch):  # else a newer update has paused it meanwhile, maybe another conductor's
-            await self._asked("resume", self._client.resume())
-            self._paused_for, self._paused = None, False
+        try:
+            await self._ranks.ask_all(lambda _, rank: rank.check_pause(epoch))
+        except OutOfStepError as error:  # another conductor's update, maybe, which will resume it
+            _log.info("not resumed: %s", error)
+            return
+        await self._asked("resume", self._client.resume())
+        self._paused_for, self._paused = None, False
+        try:
             await self._ranks.ask_all(lambda _, rank: rank.note_pause(epoch, False))
+        except OutOfStepError as error:  # the same, but it has not paused it yet
+            _log.info("not noted as resumed: %s", error)
 
     async def _check_awake(self) -> None:
         """Refuse an engine that sleeps. To vLLM, one that is paused does so, too; an update's own pause is none."""
@@ -369,3 +375,7 @@ class WorkerLine:
     async def note_pause(self, epoch: int, paused: bool) -> None:
         """Have the worker note that the engine is being paused, or was resumed."""
         await self._line.call("note_pause", epoch, paused)
+
+    async def check_pause(self, epoch: int) -> None:
+        """Have the worker see whether nobody has paused the engine since."""
+        await self._line.call("check_pause", epoch)

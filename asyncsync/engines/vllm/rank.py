@@ -46,6 +46,7 @@ class WorkerRank:
         self._device = device
         self._prefix_caching = prefix_caching
         self._paused = False  # by an update, as far as is known here
+        self._paused_for = 0  # the epoch of the newest that has
         self._address = "127.0.0.1"
         self._worker = WorkerThread("asyncsync-receiver")
         self._record = WeightRecord()
@@ -82,6 +83,16 @@ class WorkerRank:
         """
         self._record.see(epoch)
         self._paused = paused
+        self._paused_for = epoch
+
+    async def check_pause(self, epoch: int) -> None:
+        """See whether the pause is still an update's own.
+
+        Raises:
+            OutOfStepError: A newer one has paused the engine since, and will resume it.
+        """
+        if self._paused_for > epoch:
+            raise OutOfStepError(f"epoch {self._paused_for} has paused this engine since epoch {epoch} did")
 
     async def accept_layout(self, layout: Layout) -> None:
         """See :meth:`asyncsync.RolloutEngine.accept_layout`."""
