@@ -39,7 +39,7 @@ from asyncsync.synchronizer import WeightSynchronizer
 
 T = TypeVar("T")
 
-PATIENCE = 2.0
+PATIENCE = 5.0
 """Seconds after which a request that was not answered is taken to wait for the engine to be resumed."""
 
 
