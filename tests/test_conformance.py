@@ -19,6 +19,12 @@ from tests.fake_vllm import FakeLLM
 PROMPT = (3, 1, 4, 1, 5)
 
 
+@pytest.fixture(autouse=True)
+def little_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These engines answer within milliseconds, or not at all."""
+    monkeypatch.setattr("asyncsync.testing.PATIENCE", 0.5)
+
+
 class ChainEngine(asyncsync.ModuleEngine):
     """Generates with a chain, a token for each turn of the loop."""
 

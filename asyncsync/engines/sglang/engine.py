@@ -168,6 +168,7 @@ class SGLangEngine:
             plan_digest=accepted.plan.digest if accepted else None,
             partial=accepted is not None and accepted.partial,
             checks=known.check.checks,
+            paused=self._paused_for is not None,
         )
         # The label is a version, if a synchronizer before this one has set it; the next is to be newer.
         labelled = max((int(label) for label in self._labels if label.isdecimal()), default=0)
@@ -266,11 +267,17 @@ class SGLangEngine:
         self._record.committed(order, names, None)
 
     async def abort_weight_update(self, epoch: int, published: int | None) -> EngineStatus:
-        """See :meth:`asyncsync.RolloutEngine.abort_weight_update`."""
+        """See :meth:`asyncsync.RolloutEngine.abort_weight_update`.
+
+        SGLang itself does not know that it must not serve: it is paused, and what is in flight ends.
+        """
         self._record.end(epoch)
         names = self._all_names()
         await self._give_up()
         self._record.compare(published, names)
+        if self._record.tainted is not None and self._paused_for is None and not self._asleep:
+            self._paused_for = epoch
+            await _asked((await self._know()).pausing.hold("abort", torn=True))
         return await self.describe_engine()
 
     async def resume_generation(self, epoch: int) -> None:
