@@ -13,7 +13,7 @@ from asyncsync.testing import CHECKS
 from tests.sglang_engines import WITHOUT_RADIX_CACHE, SGLangSubject, in_actor, in_process, over_http
 from tests.tiny_model import save_tiny
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
 
 SLOW_ON_TWO_CORES = {"cancellation", "failing calls"}
 """Checks that take an engine for paused if it does not answer in time: two ranks and all else on two cores are slow."""

@@ -25,7 +25,7 @@ from tests import sglang_bed as bed
 from tests.sglang_engines import PROMPT, SGLangSubject, over_http
 from tests.tiny_model import greedy, save_tiny, tiny_model
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
 
 
 @pytest.fixture(scope="module")

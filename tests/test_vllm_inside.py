@@ -19,7 +19,7 @@ from asyncsync.testing import failed, serves, step
 from tests.tiny_model import VOCABULARY, save_tiny
 from tests.vllm_engines import ENVIRONMENT, VLLMSubject, ask, in_process, new_llm
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
