@@ -33,7 +33,7 @@ from asyncsync.engines.sglang.actor import SGLangActor
 ROOT = Path(__file__).resolve().parent.parent
 STUBS = ROOT / "tests" / "sglang_stubs"
 API_KEY = "the-key-of-the-tests"
-START_TIMEOUT = 120.0  # seconds; 20 on a quiet machine
+START_TIMEOUT = 240.0  # seconds; 20 on a quiet machine
 
 
 def arguments(model: Path | str, **more: Any) -> dict[str, Any]:
