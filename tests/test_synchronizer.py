@@ -742,6 +742,7 @@ async def test_cancelled_while_an_engine_is_in_any_call_it_leaves_all_whole(stag
         await assert_all_is_whole(trainer, engines, synchronizer)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.timeout(120)
 @BOTH
 @pytest.mark.parametrize("connected", [True, False], ids=["connected", "connecting"])
