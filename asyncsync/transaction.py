@@ -7,7 +7,7 @@ that the way back is the way in reversed, on success, failure and cancellation a
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from typing import Any, cast
 
@@ -248,16 +248,16 @@ class Transaction:
         }
         self._attempt.switched = bool(switched)
         if switched:
-            # Some engines hold the new version whole, so it is out; those that do not are behind it.
-            for member in switched:
-                self._attempt.record(member, EngineState.UPDATED, weight_version=version)
-            self._publish()
+            # Those that do not hold the new version are behind it, and must not serve.
             behind = [member for member in engines if member not in switched]
             engines |= await self._attempt.fleet.each(
                 lambda engine: engine.abort_weight_update(epoch, version),
                 members=behind,
                 timeout=CLEANUP_TIMEOUT,
             )
+        self._note(engines, switched)
+        if switched:  # some engines hold it whole, so it is out
+            self._publish()
         # Those that are whole and paused, by a conductor that is gone as well, serve again.
         left = [
             member
@@ -267,6 +267,8 @@ class Transaction:
         await self._attempt.fleet.each(
             lambda engine: engine.resume_generation(epoch), members=left, timeout=CLEANUP_TIMEOUT
         )
+
+    def _note(self, engines: Mapping[Member, EngineStatus | Exception], switched: Collection[Member]) -> None:
         for member, status in engines.items():
             if isinstance(status, Exception):
                 self._attempt.lost.append(status)

@@ -1080,7 +1080,7 @@ async def test_a_trainer_that_dies_in_mid_transfer_is_named_and_no_engine_that_h
 
 
 @pytest.mark.asyncio
-async def test_who_holds_a_version_is_ready_as_soon_as_it_is_out_whatever_the_others_are_still_told() -> None:
+async def test_a_version_is_out_only_once_those_behind_it_are_barred_and_then_at_once() -> None:
     model = Chain(1)
     whole, behind = (Probe(asyncsync.ModuleEngine(Chain(0))) for _ in range(2))
     async with WeightSynchronizer(model, [whole, behind]) as synchronizer:
@@ -1101,6 +1101,32 @@ async def test_who_holds_a_version_is_ready_as_soon_as_it_is_out_whatever_the_ot
         behind.after["abort_weight_update"] = then_hang
         update = asyncio.create_task(failed(synchronizer.update_weights()))
         await telling.wait()
-        assert synchronizer.ready_engines == (whole,)
+        assert synchronizer.weight_version == 1, "one that does not hold the next is not barred yet"
+        assert synchronizer.ready_engines == (whole, behind)
         go_on.set()
         await update
+        assert synchronizer.weight_version == 2
+        assert [*synchronizer.ready_engines] == [whole]
+
+
+@pytest.mark.asyncio
+async def test_an_engine_that_was_met_and_refused_is_parted_with_and_keeps_nothing_open() -> None:
+    model = Chain(1)
+    refused, unfit = (Probe(asyncsync.ModuleEngine(module)) for module in (Chain(0), nn.Linear(2, 2)))
+
+    async def fail() -> None:
+        raise RuntimeError("planned")
+
+    refused.before["accept_layout"] = fail
+    async with WeightSynchronizer(model, [refused]) as synchronizer:
+        await failed(synchronizer.update_weights())
+        assert "leave_group" not in refused.calls
+    assert refused.calls[-1] == "leave_group"
+    async with WeightSynchronizer(model, [asyncsync.ModuleEngine(Chain(0))]) as synchronizer:
+        await synchronizer.update_weights()
+        await failed(synchronizer.add_engine(unfit))
+        await synchronizer.update_weights()
+        assert unfit.calls[-1] == "leave_group"
+    async with WeightSynchronizer(model, [never := Probe(asyncsync.ModuleEngine(Chain(0)))]):
+        pass
+    assert never.calls == []
