@@ -50,9 +50,12 @@ from asyncsync.trainer import TrainerRank
 from asyncsync.weights import GatheredWeights
 
 if TYPE_CHECKING:
+    from asyncsync.engines.sglang import SGLangActor, SGLangEngine
     from asyncsync.engines.vllm import VLLMActor, VLLMEngine
 
 _ON_FIRST_USE = {
+    "SGLangActor": "asyncsync.engines.sglang",
+    "SGLangEngine": "asyncsync.engines.sglang",
     "VLLMActor": "asyncsync.engines.vllm",
     "VLLMEngine": "asyncsync.engines.vllm",
 }
@@ -97,6 +100,8 @@ __all__ = [
     "Rendezvous",
     "RolloutEngine",
     "RolloutLock",
+    "SGLangActor",
+    "SGLangEngine",
     "SharedRolloutLock",
     "TaintedEngineError",
     "TrainerError",

@@ -42,6 +42,7 @@ class Attempt:
         order: What was ordered to all of them.
         fleet: The engines.
         staged: Whether every engine holds new weights beside the old.
+        stopped: Engines that are paused since an earlier update, and can end what waits for them to be resumed.
         sent: What each source sent, once every engine has confirmed it.
         digests: What each engine received, as it says.
         instances: Which process or object each engine was when it began.
@@ -57,6 +58,11 @@ class Attempt:
         self.order = orders.all
         self.fleet = Fleet(tuple(engines))
         self.staged = all(status.staged for status in engines.values())
+        self.stopped = tuple(
+            member
+            for member, status in engines.items()
+            if (status.tainted is not None or status.paused) and "abort" in status.policies
+        )
         self.sent: Sequence[SendReceipt] = ()
         self.digests: dict[Member, str] = {}
         self.undone = False

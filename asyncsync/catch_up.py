@@ -76,6 +76,8 @@ async def catch_up(
         return True
     if status.newest_version >= published.version:
         return False  # it has seen this number, of another synchronizer's or in part: it needs a whole update
+    if status.whole_tensors and not status.staged:
+        return False  # it receives by itself, and does not confirm what: an update can compare that
     if not is_acquainted(status, layout):
         await joiner.call(lambda engine: engine.accept_layout(layout))
     failure: WeightUpdateError | None = None

@@ -12,6 +12,7 @@ no way to add it later, hence a decorator of our own.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -137,6 +138,19 @@ def actor_class_name(handle: object) -> str:
 def missing_methods(handle: object, names: tuple[str, ...]) -> list[str]:
     """Which of these remote methods the actor does not have."""
     return [name for name in names if not hasattr(getattr(handle, name, None), "remote")]
+
+
+def parameters(handle: object, method: str) -> frozenset[str] | None:
+    """The names of what a remote method takes; None if it takes any, or does not say."""
+    declared = getattr(handle, "_ray_method_signatures", None)
+    if declared is not None:
+        said = declared.get(method)
+    else:
+        function = getattr(getattr(handle, method), "function", None)
+        said = None if function is None else list(inspect.signature(function).parameters.values())
+    if said is None or any(parameter.kind is parameter.VAR_KEYWORD for parameter in said):
+        return None
+    return frozenset(parameter.name for parameter in said)
 
 
 async def call(handle: Any, method: str, *args: Any, **kwargs: Any) -> Any:

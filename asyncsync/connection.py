@@ -56,6 +56,9 @@ OPERATION_TIMEOUT = 60.0
 MAX_COHORTS = 4
 """How many times a bucket may have to be sent because engines joined one by one."""
 
+NO_GROUP = ""
+"""What an engine is asked to leave that is in no group: it was met, and may keep something open for more."""
+
 BackendChoice = Literal["auto"] | Backend
 
 _log = logging.getLogger("asyncsync")
@@ -147,7 +150,13 @@ class Connection:
         """An update succeeded at every end."""
         if self._engines is not None:
             self._engines = {
-                member: replace(status, weight_version=order.version, newest_version=order.version, tainted=None)
+                member: replace(
+                    status,
+                    weight_version=order.version,
+                    newest_version=order.version,
+                    tainted=None,
+                    paused=False,
+                )
                 for member, status in self._engines.items()
             }
 
@@ -273,20 +282,30 @@ class Connection:
         if layout is not None and layout.whole_tensors >= status.whole_tensors:
             await member.call(lambda engine: engine.accept_layout(layout), JOIN_TIMEOUT)
 
-    async def aclose(self) -> None:
-        """Leave every group, at every end; bounded, and no error if an end is gone."""
-        await settle({each.connections: self._leave(each.connections, each.engines) for each in self._cohorts})
+    async def aclose(self, members: Iterable[Member]) -> None:
+        """Leave every group, at every end; bounded, and no error if an end is gone.
+
+        Args:
+            members: All that may have been met: those that are in no group keep nothing open, either.
+        """
+        connected = {member for cohort in self._cohorts for member in cohort.engines}
+        await settle(
+            {
+                "groups": settle(
+                    {each.connections: self._leave(each.connections, each.engines) for each in self._cohorts}
+                ),
+                "others": self.dismiss([member for member in members if member not in connected], CLEANUP_TIMEOUT),
+            }
+        )
 
     async def dismiss(self, members: Iterable[Member], timeout: float) -> None:
         """Have engines leave their groups; bounded, and no error if one is gone."""
-        await settle(
-            {
-                member: self._engines_leave(cohort.connections, [member], timeout)
-                for member in members
-                for cohort in self._cohorts
-                if member in cohort.engines
-            }
-        )
+
+        def leave(member: Member) -> Awaitable[None]:
+            names = [name for cohort in self._cohorts if member in cohort.engines for name in cohort.connections]
+            return self._engines_leave(names or [NO_GROUP], [member], timeout)
+
+        await settle({member: leave(member) for member in members if member.has_answered})
 
     async def _agreed_layout(self, sources: Sequence[TrainerStatus]) -> Layout:
         for source, status in zip(self._sources.all, sources, strict=True):

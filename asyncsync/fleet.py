@@ -28,6 +28,7 @@ class Member:
 
     Attributes:
         weight_version: The version of this synchronizer's that it holds whole, as far as is known.
+        has_answered: Whether it has answered a call; then it may keep something open for more.
     """
 
     def __init__(self, name: str, handle: Any, engine: RolloutEngine, silent: list[str]) -> None:
@@ -35,6 +36,7 @@ class Member:
         self.handle = handle
         self.engine = engine
         self.weight_version: int | None = None
+        self.has_answered = False
         self._silent = silent
         self._calls: set[asyncio.Timeout] = set()
         self._expelled = False
@@ -69,7 +71,9 @@ class Member:
         self._calls.add(limit)
         try:
             async with limit:
-                return await call(self.engine)
+                answer = await call(self.engine)
+                self.has_answered = True
+                return answer
         except OutOfStepError:
             raise
         except TransferError as error:

@@ -117,6 +117,8 @@ class RankWorker:
         Raises:
             PlanError: The weights cannot be sent; see :meth:`asyncsync.weights.WeightSource.read`.
         """
+        if self._sending is not None:
+            await self._sending.ended.wait()  # one that fails closes the groups that are told of here
         self._options = options
         plan, snapshot = await self._sender.run(self._read, options)
         self._plan, self._gathers = plan, snapshot.gather is not None
@@ -234,17 +236,13 @@ class RankWorker:
         links = self._links(order)
         if order.epoch <= self._ended_epoch:
             raise OutOfStepError(f"the update of epoch {order.epoch} has ended already")
-        plan, snapshot = await self._sender.run(self._read, self._options)
-        if plan.digest != order.plan_digest:
-            raise OutOfStepError("the layout of the trainer's weights changed")
-        if order.shards is not None and (self._shared is None or self._shared[0] != plan.digest):
-            raise OutOfStepError("this rank was told last what the others hold of another layout")
-        if snapshot.holding != (None if order.shards is None else self._holdings[self._rank]):
-            raise OutOfStepError("the trainer's weights are sharded in another way now")
+        # From here on, so that an abort in the middle of the reading ends this, too, and waits for its end.
         sending = _Sending(order.epoch, anyio.CancelScope(deadline=anyio.current_time() + order.timeout))
         self._sending = sending
         try:
             with sending.scope:
+                plan, snapshot = await self._sender.run(self._read, self._options)
+                self._check_in_step(order, plan, snapshot)
                 await self._leave_all_but(order.connections)
                 async with self._guard() as guarded:
                     try:
@@ -267,6 +265,14 @@ class RankWorker:
             sending.ended.set()
         what = "was aborted" if sending.scope.deadline > anyio.current_time() else "took too long"
         raise TransferError(f"sending the weights of update {order.version} {what}")
+
+    def _check_in_step(self, order: UpdateOrder, plan: Plan, snapshot: Snapshot) -> None:
+        if plan.digest != order.plan_digest:
+            raise OutOfStepError("the layout of the trainer's weights changed")
+        if order.shards is not None and (self._shared is None or self._shared[0] != plan.digest):
+            raise OutOfStepError("this rank was told last what the others hold of another layout")
+        if snapshot.holding != (None if order.shards is None else self._holdings[self._rank]):
+            raise OutOfStepError("the trainer's weights are sharded in another way now")
 
     def _links(self, order: UpdateOrder) -> _Links:
         """The groups that an order goes through at this rank; only the source's order names groups of engines."""

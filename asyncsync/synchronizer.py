@@ -392,7 +392,7 @@ class WeightSynchronizer:
         async with AsyncExitStack() as stack:
             with anyio.move_on_after(CLEANUP_TIMEOUT):
                 await stack.enter_async_context(self._busy)  # a connect() that is under way
-            await self._connection.aclose()
+            await self._connection.aclose([*self._membership.members, *self._membership.take_departed()])
         if self._own_trainer is not None:
             self._own_trainer.close()
 

@@ -28,18 +28,18 @@ from typing import Any, Protocol, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from asyncsync.engines.base import EngineReceipt, GivingEngine, RolloutEngine
+from asyncsync.engines.base import CheckedEngine, EngineReceipt, GivingEngine, RolloutEngine
 from asyncsync.engines.completion import Completion
 from asyncsync.engines.group import EngineGroup
 from asyncsync.engines.remote import as_rank
-from asyncsync.errors import AsyncSyncError, EngineError, PlanError, WeightUpdateError
-from asyncsync.messages import Contacts, EngineStatus, Layout, Policy, Rendezvous, UpdateOrder
+from asyncsync.errors import AsyncSyncError, EngineError, OutOfStepError, PlanError, WeightUpdateError
+from asyncsync.messages import Checksums, Contacts, EngineStatus, Layout, Policy, Rendezvous, UpdateOrder, next_epoch
 from asyncsync.report import EngineState
 from asyncsync.synchronizer import WeightSynchronizer
 
 T = TypeVar("T")
 
-PATIENCE = 2.0
+PATIENCE = 5.0
 """Seconds after which a request that was not answered is taken to wait for the engine to be resumed."""
 
 
@@ -185,6 +185,16 @@ class Probe:
         giving = cast("GivingEngine", self._engine)
         return await self._pass("give_weights", functools.partial(giving.give_weights, order))
 
+    async def wanted_checksums(self) -> Checksums:
+        """See :class:`~asyncsync.CheckedEngine`."""
+        checked = cast("CheckedEngine", self._engine)
+        return await self._pass("wanted_checksums", checked.wanted_checksums)
+
+    async def compare_checksums(self, epoch: int, checksums: Mapping[str, str]) -> None:
+        """See :class:`~asyncsync.CheckedEngine`."""
+        checked = cast("CheckedEngine", self._engine)
+        await self._pass("compare_checksums", functools.partial(checked.compare_checksums, epoch, checksums))
+
 
 # -- what the checks are made of --------------------------------------------------------------------------------------
 
@@ -232,14 +242,17 @@ async def _whole_or_not_serving(
     The body repairs it. A request that had to wait for that is answered by the new weights.
     """
     status = await probe.describe_engine()
-    if status.tainted is not None:
-        yield  # it stays paused, or turns requests away
-        return
     request = asyncio.create_task(subject.generate(subject.prompt, 16))
     await asyncio.wait([request], timeout=PATIENCE)
     waited = not request.done()
+    if status.tainted is not None:
+        served = not waited and request.exception() is None
+        assert not served, f"{what}: it is tainted ({status.tainted}), and serves"
     try:
         yield
+        if not waited and request.exception() is not None:
+            assert status.tainted is not None, f"{what}: it is whole, and turns requests away: {request.exception()!r}"
+            return
         generated = list((await request).tokens)
     finally:
         request.cancel()
@@ -351,7 +364,7 @@ async def check_failed_bucket(subject: Subject) -> None:
     async with WeightSynchronizer(weights, [probe], bucket_size=1024) as synchronizer:
         error = await failed(synchronizer.update_weights())
         assert isinstance(error, WeightUpdateError), repr(error)
-        assert "planned" in str(error), "the cause is told"
+        assert "planned" in str(error), f"the cause is told: {error!r}"
         assert all(outcome.state is not EngineState.UPDATED for outcome in error.outcomes)
     async with (
         _whole_or_not_serving(subject, probe, old, subject.trainer, "after a failed bucket"),
@@ -359,6 +372,46 @@ async def check_failed_bucket(subject: Subject) -> None:
     ):
         await synchronizer.update_weights()
     await serves(subject, subject.trainer, "after the update that repairs it")
+
+
+async def check_missed_version(subject: Subject) -> None:
+    """An engine that is told of a version which others serve, and which it does not hold, serves nothing."""
+    async with WeightSynchronizer(subject.trainer, [subject.engine]) as synchronizer:
+        await synchronizer.update_weights()
+    old = copied(subject.trainer)
+    step(subject.trainer, 45)
+    probe = Probe(subject.engine)
+    async with WeightSynchronizer(subject.trainer, [probe]) as synchronizer:
+        await synchronizer.connect()
+        status = await probe.describe_engine()
+        missed = await probe.abort_weight_update(next_epoch(status.epoch), status.newest_version + 1)
+        assert missed.tainted is not None, "it does not hold the version that counts"
+        assert missed.weight_version is None
+        async with _whole_or_not_serving(subject, probe, old, subject.trainer, "after a missed version"):
+            await synchronizer.update_weights()
+        await serves(subject, subject.trainer, "after the update that repairs it")
+
+
+async def check_old_epochs(subject: Subject) -> None:
+    """Calls that come late, of an epoch older than the newest the engine has seen, are refused and change nothing."""
+    probe = Probe(subject.engine)
+    async with WeightSynchronizer(subject.trainer, [probe]) as synchronizer:
+        step(subject.trainer, 46)
+        await synchronizer.update_weights()
+        epoch = (await probe.describe_engine()).epoch - 1
+        late: Mapping[str, Callable[[], Awaitable[Any]]] = {
+            "pause_generation": lambda: probe.pause_generation(epoch, "drain"),
+            "resume_generation": lambda: probe.resume_generation(epoch),
+            "abort_weight_update": lambda: probe.abort_weight_update(epoch, None),
+        }
+        for name, call in late.items():
+            try:
+                await call()
+            except OutOfStepError:
+                pass
+            else:
+                raise AssertionError(f"a late {name} was not refused")
+            await serves(subject, subject.trainer, f"after a late {name}")
 
 
 async def check_cancellation(subject: Subject) -> None:
@@ -413,7 +466,7 @@ async def check_failing_calls(subject: Subject) -> None:
             probe.before[name] = fail
             error = await failed(synchronizer.update_weights())
             assert isinstance(error, EngineError), repr(error)
-            assert "planned" in str(error), "the cause is told"
+            assert "planned" in str(error), f"the cause is told: {error!r}"
             async with _whole_or_not_serving(subject, probe, old, subject.trainer, f"{name} failed"):
                 await synchronizer.update_weights()
             await serves(subject, subject.trainer, f"after an update in which {name} failed")

@@ -7,7 +7,7 @@ that the way back is the way in reversed, on success, failure and cancellation a
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from typing import Any, cast
 
@@ -21,7 +21,7 @@ from asyncsync.errors import LockTimeoutError, OutOfStepError, TransferError, We
 from asyncsync.fanout import beside, race, settle
 from asyncsync.fleet import Member, combine_errors
 from asyncsync.lock import RolloutLock
-from asyncsync.messages import EngineStatus
+from asyncsync.messages import EngineStatus, Policy
 from asyncsync.report import EngineState
 from asyncsync.shared_lock import SharedRolloutLock
 from asyncsync.shield import CLEANUP_TIMEOUT, shielded
@@ -85,12 +85,15 @@ class Transaction:
         """
         async with AsyncExitStack() as stack:
             if self._policy == "drain":
-                await stack.enter_async_context(self._no_readers())
+                # Who waits at an engine that is paused already may be waiting for this update, and this update for him.
+                stopped = self._attempt.stopped
+                await stack.enter_async_context(self._resumed_after(stopped))
+                await stack.enter_async_context(self._no_readers(aborted_at=stopped))
             stack.enter_context(self._clock.measure("paused"))
             if not self._attempt.staged or self._policy == "abort":
-                await stack.enter_async_context(self._paused())
+                await stack.enter_async_context(self._paused(self._attempt.fleet.members, self._policy))
             if self._policy == "abort":
-                await stack.enter_async_context(self._no_readers())
+                await stack.enter_async_context(self._no_readers(aborted_at=self._attempt.fleet.members))
             yield
 
     async def _transfer(self) -> None:
@@ -118,14 +121,18 @@ class Transaction:
                     )
 
     @asynccontextmanager
-    async def _no_readers(self) -> AsyncIterator[None]:
-        """The writer's side of the generation lock: who generates has left, who wants to waits."""
+    async def _no_readers(self, aborted_at: Sequence[Member]) -> AsyncIterator[None]:
+        """The writer's side of the generation lock: who generates has left, who wants to waits.
+
+        Args:
+            aborted_at: Engines that are paused. What readers who were in already still bring to them is aborted.
+        """
         async with AsyncExitStack() as stack:
             with self._clock.measure("drain"):
                 holder = f"update to version {self._order.version}"
                 writer = self._lock.writer(timeout=self._clock.limit("drain"), holder=holder)
                 try:
-                    async with beside(self._abort_newcomers) if self._policy == "abort" else nullcontext():
+                    async with beside(lambda: self._abort_newcomers(aborted_at)) if aborted_at else nullcontext():
                         await stack.enter_async_context(writer)
                 except LockTimeoutError as error:
                     raise WeightUpdateTimeoutError(
@@ -133,30 +140,34 @@ class Transaction:
                     ) from error
             yield
 
-    async def _abort_newcomers(self) -> None:
-        """Abort what readers that were in already still bring to the paused engines: they would wait for it."""
+    async def _abort_newcomers(self, members: Sequence[Member]) -> None:
         while True:
             await anyio.sleep(ABORT_INTERVAL)
-            await self._pause()
+            await self._pause(members, "abort")
 
-    async def _pause(self) -> None:
-        epoch, policy = self._order.epoch, self._policy
-        await self._attempt.fleet.all(lambda engine: engine.pause_generation(epoch, policy))
+    async def _pause(self, members: Sequence[Member], policy: Policy) -> None:
+        epoch = self._order.epoch
+        await self._attempt.fleet.all(lambda engine: engine.pause_generation(epoch, policy), members=members)
 
     @asynccontextmanager
-    async def _paused(self) -> AsyncIterator[None]:
-        """Every engine paused; in the end, every one that holds whole weights serves again."""
-        try:
+    async def _paused(self, members: Sequence[Member], policy: Policy) -> AsyncIterator[None]:
+        """Engines paused; in the end, every one of them that holds whole weights serves again."""
+        async with self._resumed_after(members):
             with self._clock.phase("pause"):
-                await self._pause()
+                await self._pause(members, policy)
+            yield
+
+    @asynccontextmanager
+    async def _resumed_after(self, members: Sequence[Member]) -> AsyncIterator[None]:
+        try:
             yield
         finally:
-            errors = await shielded(self._resume())
+            errors = await shielded(self._resume(members)) if members else []
         if errors:
             raise combine_errors(errors)
 
-    async def _resume(self) -> list[Exception]:
-        whole = [member for member in self._attempt.fleet.members if self._attempt.may_serve(member)]
+    async def _resume(self, members: Sequence[Member]) -> list[Exception]:
+        whole = [member for member in members if self._attempt.may_serve(member)]
         with self._clock.measure("resume"):
             results = await self._attempt.fleet.each(
                 lambda engine: engine.resume_generation(self._order.epoch),
@@ -194,6 +205,9 @@ class Transaction:
             return member.call(lambda engine: cast("CheckedEngine", engine).compare_checksums(self._order.epoch, own))
 
         await race({member: check(member) for member in wanted})
+        for member, keys in wanted.items():
+            if keys:  # in place of a digest, from an engine that cannot tell one
+                self._attempt.digests.setdefault(member, self._attempt.digest)
 
     def _publish(self) -> None:
         self._attempt.note_versions()  # at once: between the two, no engine would hold the published version
@@ -234,14 +248,27 @@ class Transaction:
         }
         self._attempt.switched = bool(switched)
         if switched:
-            # Some engines hold the new version whole, so it is out; those that do not are behind it.
-            self._publish()
+            # Those that do not hold the new version are behind it, and must not serve.
             behind = [member for member in engines if member not in switched]
             engines |= await self._attempt.fleet.each(
                 lambda engine: engine.abort_weight_update(epoch, version),
                 members=behind,
                 timeout=CLEANUP_TIMEOUT,
             )
+        self._note(engines, switched)
+        if switched:  # some engines hold it whole, so it is out
+            self._publish()
+        # Those that are whole and paused, by a conductor that is gone as well, serve again.
+        left = [
+            member
+            for member, status in engines.items()
+            if isinstance(status, EngineStatus) and status.paused and status.tainted is None
+        ]
+        await self._attempt.fleet.each(
+            lambda engine: engine.resume_generation(epoch), members=left, timeout=CLEANUP_TIMEOUT
+        )
+
+    def _note(self, engines: Mapping[Member, EngineStatus | Exception], switched: Collection[Member]) -> None:
         for member, status in engines.items():
             if isinstance(status, Exception):
                 self._attempt.lost.append(status)

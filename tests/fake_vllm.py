@@ -1,7 +1,8 @@
 """An ``AsyncLLM`` in all that an update asks of one, over a chain in place of a language model.
 
 Its ranks are ours, as they run in vLLM's workers: real lines, real process groups, real bytes. Requests are scheduled
-as vLLM does: paused, they wait in a queue; ``wait`` lets those in flight end, ``abort`` ends them, ``keep`` keeps them.
+as vLLM does: paused, they wait in a queue; ``wait`` lets those in flight end, ``abort`` ends them and those that wait,
+``keep`` keeps them.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ from asyncsync.engines.channel import Hello, answer_calls
 from asyncsync.engines.vllm.rank import WorkerRank
 from asyncsync.errors import PlanError
 from tests.chain import Chain
+
+LONG = 200
+"""So many tokens are a long request: in the middle it waits for a pause."""
 
 
 class FakeLLM:
@@ -45,8 +49,10 @@ class FakeLLM:
         ]
         self.answering: list[asyncio.Task[None]] = []
         self._mode: str | None = None  # how it is paused
+        self._pauses = 0
         self._changed = asyncio.Condition()
         self._running: set[int] = set()
+        self._queued: set[int] = set()
         self._aborted: set[int] = set()
         self._label = "default"
         self._active = False
@@ -87,9 +93,9 @@ class FakeLLM:
     async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
         self._asked(f"pause {mode} {clear_cache}")
         async with self._changed:
-            self._mode = mode
+            self._mode, self._pauses = mode, self._pauses + 1
             if mode == "abort":
-                self._aborted |= self._running
+                self._aborted |= self._running | self._queued
             self._changed.notify_all()
             if mode in ("wait", "abort"):
                 await self._changed.wait_for(lambda: not self._running)
@@ -150,12 +156,20 @@ class FakeLLM:
         """Generate greedily."""
         request = object.__hash__(asyncio.current_task())
         async with self._changed:
-            await self._changed.wait_for(lambda: self._mode is None)
+            self._queued.add(request)
+            try:
+                await self._changed.wait_for(lambda: self._mode is None or request in self._aborted)
+            finally:
+                self._queued.discard(request)
             self._running.add(request)
         tokens: list[int] = []
+        pauses = self._pauses
         switches: list[tuple[str, int]] = []
         try:
             while len(tokens) < count and request not in self._aborted:
+                if count >= LONG and len(tokens) == LONG // 2:
+                    async with self._changed:  # so that it is in flight when a pause comes, however fast the machine
+                        await self._changed.wait_for(lambda: self._pauses > pauses)
                 if self._mode == "keep":
                     async with self._changed:
                         await self._changed.wait_for(lambda: self._mode != "keep")
@@ -177,6 +191,6 @@ class FakeLLM:
         ends = [*(start for _, start in switches[1:]), len(tokens)]
         spans = (
             WeightVersionSpan(version=int(label) if label.isdigit() else None, start=start, end=end)
-            for (label, start), end in zip(switches, ends, strict=True)
+            for (label, start), end in zip(switches, ends, strict=False)  # it may have been ended before it began
         )
         return Completion(tokens=tuple(tokens), finish_reason=reason, weight_versions=tuple(spans))

@@ -19,6 +19,12 @@ from tests.fake_vllm import FakeLLM
 PROMPT = (3, 1, 4, 1, 5)
 
 
+@pytest.fixture(autouse=True)
+def little_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These engines answer within milliseconds, or not at all."""
+    monkeypatch.setattr("asyncsync.testing.PATIENCE", 0.5)
+
+
 class ChainEngine(asyncsync.ModuleEngine):
     """Generates with a chain, a token for each turn of the loop."""
 
@@ -114,9 +120,28 @@ class Forgetful(ChainEngine):
         return status
 
 
+class Unaware(ChainEngine):
+    """Serves whatever it is told of others."""
+
+    async def abort_weight_update(self, epoch: int, published: int | None) -> asyncsync.EngineStatus:
+        status = await super().abort_weight_update(epoch, published)
+        gate_of(self).resume()
+        return status
+
+
+class Patient(ChainEngine):
+    """Pauses for whoever asks, however late."""
+
+    async def pause_generation(self, epoch: int, policy: Policy) -> None:
+        await super().pause_generation(max(epoch, self._asyncsync.record.epoch), policy)
+
+
 @pytest.mark.parametrize(
     ("kind", "staged", "check"),
     [
+        (Unaware, True, "missed version"),
+        (Unaware, False, "failed bucket"),
+        (Patient, True, "old epochs"),
         (Unmoved, True, "updates"),
         (Unmoved, True, "digest"),
         (Careless, False, "requests around updates"),

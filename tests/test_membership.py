@@ -251,6 +251,7 @@ async def test_a_joiner_whose_weights_do_not_fit_is_refused_by_name_and_the_othe
         assert holds(engines[0], trainer)
 
 
+@pytest.mark.exhaustive
 async def test_joining_that_is_cancelled_at_any_await_leaves_all_fit_for_the_next_update() -> None:
     async def run(adding: CancelAt) -> None:
         await adding
@@ -415,6 +416,7 @@ async def test_closing_ends_what_is_being_asked_before_it_joins_and_what_waits_f
                     await task
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("what", ["connect", "remove"])
 async def test_connecting_and_removing_cancelled_at_any_await_leave_all_fit_for_the_next_update(what: str) -> None:
     async def run(call: CancelAt) -> None:
@@ -782,6 +784,7 @@ async def test_engines_that_are_missing_in_the_next_answer_are_left_out_in_the_s
 # -- all of it at once ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 @BOTH
 @pytest.mark.parametrize("seed", range(2))
 async def test_random_joins_leaves_and_restarts_with_rollouts_going_on(seed: int, staged: bool) -> None:

@@ -144,6 +144,7 @@ async def test_a_restarted_engine_is_seen_as_new_and_brought_up_to_date(actors: 
     ray.kill(restarted)
 
 
+@pytest.mark.exhaustive
 async def test_twenty_random_joins_leaves_and_restarts_during_twenty_updates(actors: Actors) -> None:
     chance, trainer = random.Random(7), Zoo(1)
     own = [Engine.remote(ZOO) for _ in range(2)]  # Ray makes them anew with the same module
@@ -308,6 +309,7 @@ async def test_the_generation_lock_can_be_one_that_other_processes_share(actors:
     await lock.aclose()
 
 
+@pytest.mark.exhaustive
 async def test_memory_stays_flat_and_nothing_is_left(actors: Actors) -> None:
     layout = partial(Flat, 8, (2**19,))  # 16 MiB
     await actors.hold(partial(layout, fill=1.0), layout)

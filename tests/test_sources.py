@@ -166,6 +166,7 @@ async def test_a_source_whose_layout_changes_is_agreed_on_anew() -> None:
         assert holds(engine, model)
 
 
+@pytest.mark.exhaustive
 async def test_an_update_of_several_sources_that_is_cancelled_at_any_await_can_be_made_again() -> None:
     async def run(update: CancelAt) -> None:
         await update

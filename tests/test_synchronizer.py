@@ -19,7 +19,9 @@ from torch import nn
 import asyncsync
 from asyncsync import EngineError, EngineState, PlanError, TransferError, WeightSynchronizer, cluster
 from asyncsync.messages import SendReceipt, UpdateOrder
+from asyncsync.testing import Probe, failed
 from tests.cancelling import CancelAt
+from tests.chain import Chain
 from tests.engines import (
     CONNECTING,
     IN_PLACE,
@@ -633,6 +635,7 @@ PHASES = dict(
 )
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("step", PHASES)
 async def test_an_engine_that_hangs_is_an_error_in_time_that_names_the_phase(step: str) -> None:
     async with synced(timeout=60) as (trainer, engines, synchronizer):
@@ -740,6 +743,7 @@ async def test_cancelled_while_an_engine_is_in_any_call_it_leaves_all_whole(stag
         await assert_all_is_whole(trainer, engines, synchronizer)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.timeout(120)
 @BOTH
 @pytest.mark.parametrize("connected", [True, False], ids=["connected", "connecting"])
@@ -1074,3 +1078,56 @@ async def test_a_trainer_that_dies_in_mid_transfer_is_named_and_no_engine_that_h
         assert [outcome.state for outcome in caught.value.outcomes] == [EngineState.UNCHANGED] * 2
         trainer.dead = False
         await synchronizer.update_weights()
+
+
+@pytest.mark.asyncio
+async def test_a_version_is_out_only_once_those_behind_it_are_barred_and_then_at_once() -> None:
+    model = Chain(1)
+    whole, behind = (Probe(asyncsync.ModuleEngine(Chain(0))) for _ in range(2))
+    async with WeightSynchronizer(model, [whole, behind]) as synchronizer:
+        await synchronizer.update_weights()
+        telling, go_on = asyncio.Event(), asyncio.Event()
+
+        async def fail() -> None:
+            raise RuntimeError("planned")
+
+        async def hang() -> None:
+            telling.set()
+            await go_on.wait()
+
+        async def then_hang() -> None:
+            behind.before["abort_weight_update"] = hang
+
+        behind.before["finish_weight_update"] = fail
+        behind.after["abort_weight_update"] = then_hang
+        update = asyncio.create_task(failed(synchronizer.update_weights()))
+        await telling.wait()
+        assert synchronizer.weight_version == 1, "one that does not hold the next is not barred yet"
+        assert synchronizer.ready_engines == (whole, behind)
+        go_on.set()
+        await update
+        assert synchronizer.weight_version == 2
+        assert [*synchronizer.ready_engines] == [whole]
+
+
+@pytest.mark.asyncio
+async def test_an_engine_that_was_met_and_refused_is_parted_with_and_keeps_nothing_open() -> None:
+    model = Chain(1)
+    refused, unfit = (Probe(asyncsync.ModuleEngine(module)) for module in (Chain(0), nn.Linear(2, 2)))
+
+    async def fail() -> None:
+        raise RuntimeError("planned")
+
+    refused.before["accept_layout"] = fail
+    async with WeightSynchronizer(model, [refused]) as synchronizer:
+        await failed(synchronizer.update_weights())
+        assert "leave_group" not in refused.calls
+    assert refused.calls[-1] == "leave_group"
+    async with WeightSynchronizer(model, [asyncsync.ModuleEngine(Chain(0))]) as synchronizer:
+        await synchronizer.update_weights()
+        await failed(synchronizer.add_engine(unfit))
+        await synchronizer.update_weights()
+        assert unfit.calls[-1] == "leave_group"
+    async with WeightSynchronizer(model, [never := Probe(asyncsync.ModuleEngine(Chain(0)))]):
+        pass
+    assert never.calls == []

@@ -14,7 +14,7 @@ from asyncsync.testing import CHECKS
 from tests.tiny_model import save_tiny
 from tests.vllm_engines import VLLMSubject, behind_http, in_actor, in_process
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 
 WAYS = ("in process", "tensor parallel", "ray", "http")
 

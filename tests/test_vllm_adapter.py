@@ -5,19 +5,25 @@ from __future__ import annotations
 import asyncio
 import json
 import struct
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
 import pytest
+import torch
+from torch import Tensor
 
 import asyncsync
 from asyncsync import EngineState, WeightSynchronizer
 from asyncsync.engines import channel
+from asyncsync.engines.base import EngineReceipt
 from asyncsync.engines.channel import Exchange, Hello, Line, answer_calls
+from asyncsync.engines.vllm import clients
 from asyncsync.engines.vllm.clients import HTTPClient, client_for
-from asyncsync.messages import EngineStatus
-from asyncsync.testing import failed, step
+from asyncsync.engines.vllm.lines import LinedWorkers
+from asyncsync.messages import EngineStatus, Policy, UpdateOrder
+from asyncsync.testing import Probe, copied, failed, step
 from tests.chain import Chain, continued
 from tests.fake_vllm import FakeLLM
 
@@ -27,6 +33,12 @@ COMMIT = ["pause wait True", "start", "update", "finish", "label", "resume"]
 async def serves(llm: FakeLLM, model: Chain) -> bool:
     generated = await llm.generate([7], 12, None)
     return list(generated.tokens) == continued(model, model, 7, 0, 12)
+
+
+def exchange_of(engine: asyncsync.VLLMEngine) -> Exchange:
+    assert isinstance(engine._workers, LinedWorkers)
+    assert engine._workers._exchange is not None
+    return engine._workers._exchange
 
 
 @pytest.mark.asyncio
@@ -61,6 +73,7 @@ async def test_whatever_call_fails_the_engine_is_whole_or_tainted_and_the_next_u
         else:
             assert outcome.state is (EngineState.UPDATED if loaded else EngineState.UNCHANGED)
             assert await serves(llm, model if loaded else old)
+            assert await llm.get_weight_version() == str(outcome.weight_version)
         step(model, 2)
         await synchronizer.update_weights()
         assert await serves(llm, model)
@@ -71,7 +84,14 @@ async def test_a_rank_whose_line_breaks_is_named_and_reached_anew() -> None:
     llm, model = FakeLLM(ranks=2), Chain(1)
     async with WeightSynchronizer(model, [asyncsync.VLLMEngine(llm)]) as synchronizer:
         await synchronizer.update_weights()
-        llm.answering[1].cancel()
+        receive = llm._ranks[1].receive_weights
+
+        async def break_off(order: UpdateOrder) -> EngineReceipt:
+            llm._ranks[1].receive_weights = receive  # type: ignore[method-assign]
+            llm.answering[1].cancel()
+            return await receive(order)
+
+        llm._ranks[1].receive_weights = break_off  # type: ignore[method-assign]
         error = await failed(synchronizer.update_weights())
         assert "rank 1 is gone: its connection broke" in str(error)
         await synchronizer.update_weights()
@@ -118,6 +138,274 @@ async def test_an_engine_without_the_backend_says_how_to_start_it() -> None:
     async with WeightSynchronizer(Chain(1), [asyncsync.VLLMEngine(llm)]) as synchronizer:
         error = await failed(synchronizer.update_weights())
     assert 'weight_transfer_config={"backend": "asyncsync"}' in str(error)
+
+
+@pytest.mark.parametrize("call", ["pause wait True", "start", "update"])
+@pytest.mark.asyncio
+async def test_an_engine_that_missed_a_version_which_others_serve_serves_nothing(call: str) -> None:
+    model, llm, behind = Chain(1), FakeLLM(), FakeLLM()
+    engines = [asyncsync.VLLMEngine(llm), asyncsync.VLLMEngine(behind)]
+    async with WeightSynchronizer(model, engines) as synchronizer:
+        await synchronizer.update_weights()
+        step(model, 1)
+        behind.failing.add(call)
+        error = await failed(synchronizer.update_weights())
+        assert isinstance(error, asyncsync.WeightUpdateError)
+        assert [outcome.state for outcome in error.outcomes] == [EngineState.UPDATED, EngineState.TAINTED]
+        assert await serves(llm, model)
+        request = asyncio.create_task(serves(behind, model))
+        await asyncio.wait([request], timeout=0.1)
+        assert not request.done(), "who reads the new version must not be answered by the old weights"
+        await synchronizer.update_weights()
+        assert await request
+
+
+@pytest.mark.asyncio
+async def test_requests_that_a_pause_has_kept_do_not_go_on_over_torn_weights() -> None:
+    llm, model = FakeLLM(), Chain(1)
+    async with WeightSynchronizer(model, [asyncsync.VLLMEngine(llm)], policy="continue") as synchronizer:
+        await synchronizer.update_weights()
+        started = asyncio.Event()
+        request = asyncio.create_task(llm.generate([7], 2000, started.set))
+        await started.wait()
+        old = copied(model)
+        step(model, 1)
+        llm.failing.add("load")
+        await failed(synchronizer.update_weights())
+    async with WeightSynchronizer(model, [asyncsync.VLLMEngine(llm)], policy="drain") as synchronizer:
+        await synchronizer.update_weights()
+        assert await serves(llm, model)
+    assert "pause wait True" not in llm.calls
+    generated = await request
+    (switch,) = (span.start for span in generated.weight_versions[1:])
+    assert list(generated.tokens) == continued(old, model, 7, switch, len(generated.tokens))
+
+
+@pytest.mark.asyncio
+async def test_a_conductor_that_was_replaced_neither_pauses_nor_resumes_nor_loads() -> None:
+    llm, model, late = FakeLLM(ranks=2), Chain(1), Chain(2)
+    theirs = asyncsync.VLLMEngine(llm)
+    orders: list[UpdateOrder] = []
+
+    async def vanish() -> None:
+        raise RuntimeError("planned: gone")
+
+    class Noting(Probe):
+        async def receive_weights(self, order: UpdateOrder) -> asyncsync.EngineReceipt:
+            orders.append(order)
+            return await super().receive_weights(order)
+
+    probe = Noting(theirs)
+    async with WeightSynchronizer(late, [probe]) as before:
+        await before.update_weights()
+        probe.before["finish_weight_update"] = vanish
+        await failed(before.update_weights())
+        async with WeightSynchronizer(model, [asyncsync.VLLMEngine(llm)]) as synchronizer:
+            await synchronizer.update_weights()
+            calls = len(llm.calls)
+            epoch = orders[-1].epoch
+            for call in (
+                theirs.finish_weight_update(orders[-1]),
+                theirs.pause_generation(epoch, "drain"),
+                theirs.resume_generation(epoch),
+                theirs.receive_weights(orders[-1]),
+                theirs.abort_weight_update(epoch, None),
+            ):
+                with pytest.raises(asyncsync.OutOfStepError):
+                    await call
+            assert llm.calls[calls:] == [], "vLLM is asked for nothing"
+            assert await serves(llm, model)
+
+
+class SlowLLM(FakeLLM):
+    """Loads on a thread, as vLLM's workers do beside the one that answers; stops in the middle when told to."""
+
+    def __init__(self) -> None:
+        self.stopping, self.stopped, self.go_on = False, threading.Event(), threading.Event()
+        super().__init__()
+
+    def _load_into(self, module: Chain) -> Callable[[Iterator[tuple[str, Tensor]]], None]:
+        @torch.no_grad()
+        def load(weights: Iterator[tuple[str, Tensor]]) -> None:
+            own = module.state_dict()
+            for number, (name, tensor) in enumerate(weights):
+                if number == 2 and self.stopping:
+                    self.stopped.set()
+                    self.go_on.wait(30)
+                own[name].copy_(tensor)
+
+        return load
+
+    async def update_weights(self, request: Any) -> None:
+        self._asked("update")
+        await asyncio.to_thread(self._ranks[0].load, request.update_info["epoch"])
+
+    async def is_sleeping(self) -> bool:
+        return False  # as of an actor that does not tell
+
+
+@pytest.mark.asyncio
+async def test_what_is_loaded_is_not_overwritten_by_what_another_conductor_sends() -> None:
+    llm, model, other = SlowLLM(), Chain(1), Chain(2)
+    probe = Probe(asyncsync.VLLMEngine(llm))
+    async with (
+        WeightSynchronizer(model, [asyncsync.VLLMEngine(llm)]) as synchronizer,
+        WeightSynchronizer(other, [probe]) as second,
+    ):
+        await synchronizer.update_weights()
+        await second.connect()
+        llm.stopping = True
+        step(model, 1)
+        loading = asyncio.create_task(synchronizer.update_weights())
+        await asyncio.to_thread(llm.stopped.wait)
+        llm.stopping = False
+        receiving, go_on = probe.watch("receive_weights"), asyncio.Event()
+        received = probe.watch("finish_weight_update")
+        probe.before["finish_weight_update"] = go_on.wait  # type: ignore[assignment]
+        update = asyncio.create_task(second.update_weights())
+        await receiving.wait()
+        await asyncio.wait([asyncio.ensure_future(received.wait())], timeout=0.3)
+        llm.go_on.set()
+        await asyncio.wait([loading, asyncio.ensure_future(received.wait())], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([loading], timeout=1)
+        assert llm.modules[0].digest() == model.digest(), "loaded whole"
+        go_on.set()
+        await asyncio.wait([loading, update])
+        assert llm.modules[0].digest() in (model.digest(), other.digest())
+        request = asyncio.create_task(llm.generate([7], 1, None))
+        await asyncio.wait([request], timeout=5)
+        assert request.done(), "it serves"
+        assert update.done()
+        assert isinstance(update.exception(), asyncsync.WeightUpdateError | None)
+
+
+@pytest.mark.asyncio
+async def test_a_pause_that_a_dead_conductor_has_left_ends_even_if_the_next_update_fails() -> None:
+    llm, model, old = FakeLLM(), Chain(1), Chain(1)
+    engine = asyncsync.VLLMEngine(llm)
+    async with WeightSynchronizer(model, [engine]) as synchronizer:
+        await synchronizer.update_weights()
+        order = await engine.describe_engine()
+        await engine.pause_generation(order.epoch, "drain")
+        await engine.aclose()  # the conductor died
+    probe = Probe(asyncsync.VLLMEngine(llm))
+
+    async def fail() -> None:
+        raise RuntimeError("planned: receive_weights fails")
+
+    probe.before["receive_weights"] = fail
+    async with WeightSynchronizer(model, [probe]) as synchronizer:
+        await failed(synchronizer.update_weights())
+        assert await asyncio.wait_for(serves(llm, old), 5)
+
+
+@pytest.mark.asyncio
+async def test_an_engine_that_was_restarted_gets_the_update_that_finds_it_so() -> None:
+    llm, model = FakeLLM(), Chain(1)
+    engine = asyncsync.VLLMEngine(llm)
+    async with WeightSynchronizer(model, [engine]) as synchronizer:
+        await synchronizer.update_weights()
+        (line,) = exchange_of(engine).lines
+        for answering in llm.answering:
+            answering.cancel()
+        vars(llm).update(vars(FakeLLM()))
+        step(model, 1)
+        await asyncio.wait([line._listening])
+        await synchronizer.update_weights()
+        assert await serves(llm, model)
+
+
+@pytest.mark.asyncio
+async def test_nothing_is_left_open_whatever_became_of_the_others() -> None:
+    llm, model, other = FakeLLM(), Chain(1), asyncsync.ModuleEngine(Chain(0))
+    engine = asyncsync.VLLMEngine(llm)
+    async with WeightSynchronizer(model, [engine, other]) as synchronizer:
+        await synchronizer.update_weights()
+        await synchronizer.remove_engine(other)  # so that it is connected anew
+        await synchronizer.update_weights()
+    await asyncio.wait_for(asyncio.gather(*llm.answering), 5)
+    with pytest.raises(AssertionError):
+        exchange_of(engine)
+
+
+@pytest.mark.asyncio
+async def test_an_engine_that_is_refused_leaves_nobody_listening() -> None:
+    llm, model = FakeLLM(prefix_caching=True), Chain(1)
+    engine = asyncsync.VLLMEngine(llm)
+    async with WeightSynchronizer(model, [engine], policy="continue") as synchronizer:
+        assert "cannot continue requests in flight" in str(await failed(synchronizer.update_weights()))
+        assert exchange_of(engine).lines
+    await asyncio.wait_for(asyncio.gather(*llm.answering), 5)
+
+
+@pytest.mark.parametrize("policy", ["drain", "abort"])
+@pytest.mark.asyncio
+async def test_an_engine_that_was_put_to_sleep_while_the_weights_came_is_left_alone(policy: Policy) -> None:
+    llm, model = FakeLLM(), Chain(1)
+    engine = Probe(asyncsync.VLLMEngine(llm))
+    async with WeightSynchronizer(model, [engine], policy=policy) as synchronizer:
+        await synchronizer.update_weights()
+
+        async def sleep() -> None:
+            llm.sleeping = True
+
+        engine.after["receive_weights"] = sleep
+        llm.calls.clear()
+        assert "asleep" in str(await failed(synchronizer.update_weights()))
+        assert llm.calls == []
+        llm.sleeping = False
+        await synchronizer.update_weights()
+        assert await serves(llm, model)
+
+
+@pytest.mark.asyncio
+async def test_an_engine_that_cannot_be_reached_leaves_nobody_listening(monkeypatch: pytest.MonkeyPatch) -> None:
+    exchanges: list[Exchange] = []
+    opened = Exchange.open
+
+    async def open_noted(self: Exchange) -> int:
+        exchanges.append(self)
+        return await opened(self)
+
+    monkeypatch.setattr(Exchange, "open", open_noted)
+    llm = FakeLLM()
+    llm.failing.add("init")
+    engine = asyncsync.VLLMEngine(llm)
+    with pytest.raises(asyncsync.EngineError, match="planned"):
+        await engine.describe_engine()
+    (exchange,) = exchanges
+    assert exchange._server is not None
+    assert not exchange._server.is_serving()
+    await asyncio.gather(engine.describe_engine(), engine.describe_engine())
+    assert len(exchanges) == 2, "who comes while it is being reached waits for that"
+    await engine.aclose()
+    await asyncio.wait_for(asyncio.gather(*llm.answering), 5)
+
+
+@pytest.mark.parametrize("policy", ["drain", "abort", "recompute", "continue"])
+@pytest.mark.asyncio
+async def test_a_reader_who_waits_for_a_tainted_engine_does_not_keep_it_from_being_repaired(policy: Policy) -> None:
+    llm, model = FakeLLM(), Chain(1)
+    async with WeightSynchronizer(model, [asyncsync.VLLMEngine(llm)], policy=policy, timeout=10) as synchronizer:
+        await synchronizer.update_weights()
+        step(model, 1)
+        llm.failing.add("load")
+        await failed(synchronizer.update_weights())
+        inside = asyncio.Event()
+
+        async def read() -> asyncsync.Completion:
+            async with synchronizer.generation():
+                inside.set()
+                return await llm.generate([7], 12, None)
+
+        reader = asyncio.create_task(read())
+        await inside.wait()
+        await synchronizer.update_weights()
+        assert (await reader).finish_reason == ("abort" if policy in ("drain", "abort") else "length")
+        assert await serves(llm, model)
+        calls = len(llm.calls)
+        await synchronizer.update_weights()
+        assert not any("abort" in call for call in llm.calls[calls:]) or policy == "abort"
 
 
 @pytest.mark.asyncio
@@ -202,9 +490,21 @@ async def test_a_stranger_gets_no_line(hello: dict[str, Any]) -> None:
     exchange.close()
 
 
-@pytest.mark.parametrize("data", [b"GET / HTTP/1.1\r\n\r\n", struct.pack("!I", 3) + b"abc", struct.pack("!I", 2**31)])
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        struct.pack("!I", 3) + b"abc",
+        struct.pack("!I", 3) + b"\xc1\xc1\xc1",
+        struct.pack("!I", 2**13),
+        struct.pack("!I", 2**31),
+        struct.pack("!I", 23) + channel.encode({"token": "\xe9", "rank": 0, "ranks": 1}),
+    ],
+)
 @pytest.mark.asyncio
 async def test_whatever_is_sent_to_an_exchange_it_goes_on(data: bytes) -> None:
+    unheard: list[Any] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: unheard.append(context))
     echo, exchange = Echo(), Exchange("127.0.0.1")
     port = await exchange.open()
     reader, writer = await asyncio.open_connection(exchange.address, port)
@@ -216,6 +516,7 @@ async def test_whatever_is_sent_to_an_exchange_it_goes_on(data: bytes) -> None:
     assert (await line.call("describe_engine")).instance == "echo"
     exchange.close()
     await answering
+    assert not unheard
 
 
 def test_no_call_but_those_that_are_named_can_be_made() -> None:
@@ -228,6 +529,7 @@ def test_no_call_but_those_that_are_named_can_be_made() -> None:
         "receive_weights",
         "abort_weight_update",
         "note_pause",
+        "check_pause",
     }
 
 
@@ -317,6 +619,25 @@ async def test_a_server_that_is_not_there_is_an_engines_error(kind: str, told: s
     with pytest.raises(asyncsync.EngineError, match=told):
         await client.resume()
     await client.aclose()
+
+
+@pytest.mark.asyncio
+async def test_a_connection_that_the_server_is_about_to_end_is_not_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert clients.KEEP_ALIVE < 5, "vLLM ends idle ones after so many seconds"
+    monkeypatch.setattr(clients, "KEEP_ALIVE", 0.05)
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
+        await reader.read(1)  # another request, that comes in the moment in which it hangs up
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        client = HTTPClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", api_key=None, timeout=3)
+        await client.resume()
+        await asyncio.sleep(0.2)
+        await client.resume()
+        await client.aclose()
 
 
 def test_what_is_no_engine_of_vllms_is_refused() -> None:

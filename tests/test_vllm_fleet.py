@@ -22,7 +22,7 @@ from asyncsync.testing import Probe, failed, serves
 from tests.tiny_model import save_tiny, tiny_model
 from tests.vllm_engines import VLLMSubject, in_actor
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 
 
 class TrainerActor(asyncsync.TrainerRank):

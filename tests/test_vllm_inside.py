@@ -19,7 +19,7 @@ from asyncsync.testing import failed, serves, step
 from tests.tiny_model import VOCABULARY, save_tiny
 from tests.vllm_engines import ENVIRONMENT, VLLMSubject, ask, in_process, new_llm
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -89,6 +89,16 @@ async def test_what_does_not_fit_is_named_all_at_once(subject: VLLMSubject) -> N
         await synchronizer.update_weights()  # converted on purpose
     async with WeightSynchronizer(subject.trainer, [subject.engine]) as synchronizer:
         await synchronizer.update_weights()
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_an_unknown_name_is_unknown_whatever_it_is(subject: VLLMSubject) -> None:
+    """What torch says of tensors on the meta device is told from a name with that word in it."""
+    state = state_of(subject)
+    for name in ("model.metadata.weight", "model.layers.0.meta.weight"):
+        error = await refused(subject, state | {name: torch.zeros(3)})
+        assert error.names == (name,)
+    await serves(subject, subject.trainer, "after what was refused")
 
 
 @pytest.mark.asyncio(loop_scope="module")

@@ -23,10 +23,10 @@ from asyncsync.transports.pynccl import STORE, PyNcclJoining
 from asyncsync.weights import WeightSource
 from tests.chain import Chain, continued
 from tests.fake_nccl import FakeCommunicator, FakeNCCLLLM, eventually, nccl
-from tests.test_conformance import ChainEngine, ChainSubject
+from tests.test_conformance import ChainEngine, ChainSubject, little_patience
 from tests.test_vllm_adapter import over
 
-__all__ = ["nccl"]
+__all__ = ["little_patience", "nccl"]
 
 CANNOT = {
     "digest": "vLLM confirms no bytes",
@@ -231,12 +231,12 @@ async def test_a_trainer_that_stalls_is_given_up_in_time(nccl: None) -> None:
     llm, model = FakeNCCLLLM(), Chain(1)
     weights = Told(model, "output")
     weights.go.set()
-    async with connected(weights, llm, timeout=4) as synchronizer:
+    async with connected(weights, llm, timeout=1.5) as synchronizer:
         await synchronizer.update_weights()
         weights.go.clear()
         update = asyncio.create_task(failed(synchronizer.update_weights()))
         assert await asyncio.to_thread(weights.reached.wait, 10)
-        asyncio.get_running_loop().call_later(6, weights.go.set)  # gathering is the user's own, and not interrupted
+        asyncio.get_running_loop().call_later(3, weights.go.set)  # gathering is the user's own, and not interrupted
         error = await update
         assert isinstance(error, TimeoutError | TransferError), repr(error)
         await synchronizer.update_weights()

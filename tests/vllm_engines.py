@@ -42,7 +42,7 @@ SETTINGS: dict[str, Any] = {
     "weight_transfer_config": {"backend": "asyncsync"},
 }
 API_KEY = "secret"
-START_TIMEOUT = 150.0
+START_TIMEOUT = 240.0
 PROMPT = prompt_of(140)  # longer than a block of vLLM's cache on CPUs, which holds 128 tokens
 TOKENS = 240
 

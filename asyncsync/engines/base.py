@@ -56,7 +56,10 @@ class WeightReceiver(Protocol):
         ...
 
     async def leave_group(self, connection: str) -> None:
-        """Leave a group, joined or only opened; no error if it is in another, or in none."""
+        """Leave a group, joined or only opened; no error if it is in another, or in none.
+
+        One that is in no group then keeps nothing open for its conductor: if it never was, it is asked to leave ``""``.
+        """
         ...
 
     async def receive_weights(self, order: UpdateOrder) -> EngineReceipt:

@@ -38,7 +38,8 @@ CALLS: Mapping[str, tuple[Any, Any]] = {
     "leave_group": (tuple[str], None),
     "receive_weights": (tuple[UpdateOrder], EngineReceipt),
     "abort_weight_update": (tuple[int, int | None], EngineStatus),
-    "note_pause": (tuple[bool], None),
+    "note_pause": (tuple[int, bool], None),
+    "check_pause": (tuple[int], None),
 }
 """The calls that a rank answers: what they take, and what they return."""
 
@@ -47,6 +48,9 @@ HELLO_TIMEOUT = 5.0
 
 MAX_MESSAGE = 2**30
 """Bytes that a message may have at the most."""
+
+MAX_HELLO = 2**12
+"""Bytes that the first one may have, of somebody who may be a stranger."""
 
 _LENGTH = struct.Struct("!I")
 _ERRORS: Mapping[str, type[AsyncSyncError]] = {
@@ -111,9 +115,9 @@ def decode(data: bytes, kind: type[T]) -> T:
     return value
 
 
-async def _read(reader: asyncio.StreamReader, kind: type[T]) -> T:
+async def _read(reader: asyncio.StreamReader, kind: type[T], most: int = MAX_MESSAGE) -> T:
     (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
-    if length > MAX_MESSAGE:
+    if length > most:
         raise EngineError(f"a message of {length} bytes")
     return decode(await reader.readexactly(length), kind)
 
@@ -187,7 +191,7 @@ class Line:
                 answer = await _read(self._reader, Answer)
                 if (waiting := self._waiting.get(answer.number)) is not None and not waiting.done():
                     waiting.set_result(answer)
-        except (OSError, asyncio.IncompleteReadError, msgspec.ValidationError, EngineError) as error:
+        except (OSError, asyncio.IncompleteReadError, msgspec.DecodeError, EngineError) as error:
             gone = f"rank {self.rank} is gone: its connection broke"
             _log.info("%s: %s", gone, error)
         finally:
@@ -226,6 +230,7 @@ class Exchange:
         self._lines: dict[int, Line] = {}
         self._changed = asyncio.Event()
         self._server: asyncio.Server | None = None
+        self._closed = False
 
     def __repr__(self) -> str:
         return f"<Exchange at {self.address}: {len(self._lines)} ranks>"
@@ -257,14 +262,16 @@ class Exchange:
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             async with asyncio.timeout(HELLO_TIMEOUT):
-                hello = await _read(reader, Hello)
-            if not secrets.compare_digest(hello.token, self.token):
+                hello = await _read(reader, Hello, MAX_HELLO)
+            if not secrets.compare_digest(hello.token.encode(), self.token.encode()):
                 raise ConnectError("a stranger connected, who does not know the token")
             if hello.protocol != PROTOCOL_VERSION:
                 raise ConnectError(
                     f"rank {hello.rank} speaks asyncsync protocol {hello.protocol}, not {PROTOCOL_VERSION}"
                 )
-        except (OSError, TimeoutError, asyncio.IncompleteReadError, msgspec.ValidationError, AsyncSyncError) as error:
+            if self._closed:
+                raise ConnectError(f"rank {hello.rank} came when nobody waited for it any more")
+        except (OSError, TimeoutError, asyncio.IncompleteReadError, msgspec.DecodeError, AsyncSyncError) as error:
             _log.warning("a connection was refused: %s", error)
             writer.close()
             return
@@ -292,6 +299,7 @@ class Exchange:
 
     def close(self) -> None:
         """Hang up, and listen no more. Does not wait."""
+        self._closed = True
         for line in self._lines.values():
             line.close()
         if self._server is not None:
@@ -339,6 +347,8 @@ async def answer_calls(
                 task.cancel()
     except (asyncio.IncompleteReadError, ConnectionError):
         pass  # the conductor has hung up
+    except (msgspec.DecodeError, EngineError) as error:
+        _log.warning("whoever listens at %s:%d is no conductor of ours: %s", address, port, error)
     finally:
         for task in list(running.values()):
             task.cancel()

@@ -178,7 +178,9 @@ class BroadcastLink:
         self._timeout = timedelta(seconds=rendezvous.operation_timeout)
         self._group: ProcessGroup | None = group
         self._store: MeetingStore | None = store
-        self._running: dict[Work, Tensor] = {}
+        # By handle: an operation itself keeps the group's connections open, and an error's traceback keeps what it has
+        # passed. So nobody else gets to see one.
+        self._running: dict[object, tuple[Work, Tensor]] = {}
         self._kept: deque[Tensor] = deque(maxlen=_KEPT)
         # An operation that starts while the link is closed must be known to whoever drops the group.
         self._mutex = threading.Lock()
@@ -188,25 +190,25 @@ class BroadcastLink:
         state = "closed" if self._group is None else f"{len(self._running)} operations running"
         return f"<BroadcastLink {self.connection[:8]} {self.backend}: {state}>"
 
-    def start_send(self, flat: Tensor) -> Work:
+    def start_send(self, flat: Tensor) -> object:
         """Start a broadcast from this rank; the buffer must not change until it is waited for."""
         return self._broadcast(flat)
 
-    def start_receive(self, flat: Tensor) -> Work:
+    def start_receive(self, flat: Tensor) -> object:
         """Start a broadcast into this rank's buffer."""
         return self._broadcast(flat)
 
-    def _broadcast(self, flat: Tensor) -> Work:
+    def _broadcast(self, flat: Tensor) -> object:
         options = _from_source()
         options.timeout = self._timeout
         with self._mutex:
             if self._group is None:
                 raise TransferError("the link was closed")
-            work = self._group.broadcast([flat], options)
-            self._running[work] = flat
-        return work
+            handle = object()
+            self._running[handle] = self._group.broadcast([flat], options), flat
+        return handle
 
-    def wait(self, handle: Work, stop: threading.Event) -> None:
+    def wait(self, handle: object, stop: threading.Event) -> None:
         """Wait for one broadcast. Blocks.
 
         Raises:
@@ -221,8 +223,12 @@ class BroadcastLink:
             raise LinkLostError(f"a broadcast failed: {error}") from error
         self._ended(handle)
 
-    def _wait_a_little(self, work: Work, stop: threading.Event) -> bool:
+    def _wait_a_little(self, handle: object, stop: threading.Event) -> bool:
         """Whether the broadcast ended well in this slice of time."""
+        running = self._running.get(handle)
+        if running is None:
+            return False  # the link was closed
+        work, running = running[0], None
         ended = work.is_completed()
         if self.backend == "nccl":
             if ended:
@@ -233,27 +239,28 @@ class BroadcastLink:
         try:
             work.wait(_SLICE)
         except RuntimeError:
+            del work
             if ended:
                 raise
             return False  # only this slice is over, or it failed just now: the next one will tell
         return True
 
-    def _ended(self, work: Work) -> None:
+    def _ended(self, handle: object) -> None:
         with self._mutex:
-            flat = self._running.pop(work, None)
-            if flat is not None:
-                self._kept.append(flat)
+            if (running := self._running.pop(handle, None)) is not None:
+                self._kept.append(running[1])
 
     def close(self) -> None:
         """Leave the group without blocking; operations still running end by themselves, aside."""
         with self._mutex:
-            owned, running = [self._store, self._group], self._running  # let go of from the end
-            tensors = [*running.values(), *self._kept]
+            owned = [self._store, self._group]  # let go of from the end
+            running = [work for work, _ in self._running.values()]
+            tensors = [*(flat for _, flat in self._running.values()), *self._kept]
             self._group, self._store, self._running = None, None, {}
             self._kept.clear()
         if running:
             # The thread owns them now, and lets go of the group first.
-            _run_aside(partial(_drop, owned, list(running), tensors), "asyncsync-drop-group")
+            _run_aside(partial(_drop, owned, running, tensors), "asyncsync-drop-group")
         else:
             owned.clear()
             tensors.clear()

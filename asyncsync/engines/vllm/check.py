@@ -151,7 +151,11 @@ class _Trial:
         self._finish(plan)
 
     def _note(self, error: Exception, name: str) -> None:
-        if self._now is None or isinstance(error, NotImplementedError) or "meta" in str(error):
+        if (
+            self._now is None
+            or isinstance(error, NotImplementedError)
+            or (isinstance(error, RuntimeError) and "meta" in str(error))  # torch's; a name may have it in it, too
+        ):
             # Loading code that looks at values cannot be tried out.
             _log.info("whether %s fits cannot be told beforehand: %s", name, error)
             self._unchecked = True

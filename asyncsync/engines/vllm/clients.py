@@ -24,6 +24,10 @@ PauseMode = Literal["abort", "wait", "keep"]
 
 LOOPBACK = "127.0.0.1"
 
+KEEP_ALIVE = 2.0
+"""Seconds after which an idle connection is not used again: well below the server's own limit, which is 5 for vLLM,
+lest it hang up in the moment of a call."""
+
 
 class VLLMClient(Protocol):
     """What an update asks of the engine as a whole. Every call may raise whatever the way there raises."""
@@ -262,7 +266,8 @@ class HTTPClient:
 
         if self._http is None:
             headers = {"Authorization": f"Bearer {self._api_key}"} if self._api_key else {}
-            self._http = httpx.AsyncClient(base_url=self.url, headers=headers, timeout=self._timeout)
+            limits = httpx.Limits(keepalive_expiry=KEEP_ALIVE)
+            self._http = httpx.AsyncClient(base_url=self.url, headers=headers, timeout=self._timeout, limits=limits)
         try:
             response = await self._http.request(method, path, **options)
         except httpx.TimeoutException as error:

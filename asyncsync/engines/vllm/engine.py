@@ -9,6 +9,7 @@ arrive and are loaded in the pause.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Literal, Protocol
 
@@ -17,7 +18,7 @@ from asyncsync.engines.ranks import also
 from asyncsync.engines.vllm.clients import PauseMode, VLLMClient, asked, client_for
 from asyncsync.engines.vllm.lines import LinedWorkers
 from asyncsync.engines.vllm.nccl import NCCLWorkers
-from asyncsync.errors import EngineError, OutOfStepError, TaintedEngineError
+from asyncsync.errors import AsyncSyncError, EngineError, OutOfStepError, TaintedEngineError
 from asyncsync.fanout import race
 from asyncsync.messages import Contacts, EngineStatus, Layout, Policy, Rendezvous, UpdateOrder
 from asyncsync.shield import shielded
@@ -34,6 +35,9 @@ PAUSES: Mapping[Policy, tuple[PauseMode, bool]] = {
 """How vLLM is paused for each policy: its mode, and whether its caches are cleared."""
 
 
+_log = logging.getLogger("asyncsync")
+
+
 class Workers(WeightReceiver, Protocol):
     """An engine's worker processes, with one of the backends."""
 
@@ -47,12 +51,24 @@ class Workers(WeightReceiver, Protocol):
         """What else to tell whoever finds the engine paused and is to resume it."""
         ...
 
-    async def tainted(self) -> str | None:
-        """Why the engine must not serve, or None."""
+    async def look(self) -> tuple[int, str | None]:
+        """The newest epoch they have seen, and why the engine must not serve, or None."""
         ...
 
-    async def note_pause(self, paused: bool) -> None:
-        """Note that an update pauses the engine now, or has resumed it."""
+    async def note_pause(self, epoch: int, paused: bool) -> None:
+        """Note that an update pauses the engine now, or has resumed it.
+
+        Raises:
+            OutOfStepError: A newer update has been here. vLLM's own calls know no epochs, so this is asked first.
+        """
+        ...
+
+    async def check_pause(self, epoch: int) -> None:
+        """See whether the pause is still an update's own.
+
+        Raises:
+            OutOfStepError: A newer one has paused the engine since, and will resume it.
+        """
         ...
 
     async def load(self, order: UpdateOrder) -> None:
@@ -126,6 +142,7 @@ class VLLMEngine:
         self._epoch = 0
         self._paused_for: int | None = None  # the epoch of the update it is paused for
         self._paused = False  # by an update, maybe another conductor's
+        self._tainted = False
 
     def __repr__(self) -> str:
         return f"<VLLMEngine {self._client!r}: {self._workers!r}>"
@@ -152,7 +169,7 @@ class VLLMEngine:
             ConnectError: Its workers cannot reach this process.
         """
         status = await self._workers.describe_engine()
-        self._paused = status.paused
+        self._paused, self._tainted = status.paused, status.tainted is not None
         await self._check_awake()
         self._epoch = max(self._epoch, status.epoch)
         return status
@@ -171,17 +188,18 @@ class VLLMEngine:
 
     async def leave_group(self, connection: str) -> None:
         """See :meth:`asyncsync.RolloutEngine.leave_group`. Without a group, nothing is kept open."""
-        if self._workers.connected:
-            try:
-                await self._workers.leave_group(connection)
-            finally:
-                await self._close_unless_connected()
+        try:
+            await self._workers.leave_group(connection)
+        finally:
+            if not self._workers.connected:
+                await self.aclose()
 
     async def pause_generation(self, epoch: int, policy: Policy) -> None:
         """See :meth:`asyncsync.RolloutEngine.pause_generation`."""
         self._see(epoch)
+        await self._check_awake()
         self._paused_for = epoch
-        await self._pause(policy)
+        await self._pause(epoch, policy)
 
     async def receive_weights(self, order: UpdateOrder) -> EngineReceipt:
         """See :meth:`asyncsync.RolloutEngine.receive_weights`."""
@@ -195,44 +213,66 @@ class VLLMEngine:
 
     async def finish_weight_update(self, order: UpdateOrder) -> None:
         """See :meth:`asyncsync.RolloutEngine.finish_weight_update`."""
+        self._see(order.epoch)
         if self._paused_for == order.epoch:
-            await self._workers.load(order)
+            await self._load(order)
             return
+        await self._check_awake()
         try:
-            await self._pause(order.policy)
-            await self._workers.load(order)
+            await self._pause(order.epoch, order.policy)
+            await self._load(order)
         except BaseException as error:
             await also(error, self._give_up(order.epoch))
             raise
         await shielded(self._resume(order.epoch))
 
     async def abort_weight_update(self, epoch: int, published: int | None) -> EngineStatus:
-        """See :meth:`asyncsync.RolloutEngine.abort_weight_update`."""
-        return await self._workers.abort_weight_update(epoch, published)
+        """See :meth:`asyncsync.RolloutEngine.abort_weight_update`.
+
+        vLLM itself does not know that it must not serve: it is paused, and what is in flight ends.
+        """
+        try:
+            status = await self._workers.abort_weight_update(epoch, published)
+        except OutOfStepError:
+            raise
+        except AsyncSyncError as error:
+            if published is not None:  # others serve that, and nobody knows whether it does
+                await also(error, self._pause(epoch, "abort"))
+            raise
+        self._paused, self._tainted = self._paused or status.paused, status.tainted is not None
+        if self._tainted and not self._paused:
+            await self._pause(epoch, "abort")
+        return status
 
     async def resume_generation(self, epoch: int) -> None:
         """See :meth:`asyncsync.RolloutEngine.resume_generation`."""
         self._see(epoch)
-        if (tainted := await self._workers.tainted()) is not None:
+        newest, tainted = await self._workers.look()
+        self._see_newest(epoch, newest)
+        if tainted is not None:
             raise TaintedEngineError(tainted)
         await shielded(self._resume(epoch))
 
     # -- what it does itself --------------------------------------------------------------------------------------
 
-    async def _close_unless_connected(self) -> None:
-        if not self._workers.connected:
-            await self.aclose()
-
     def _see(self, epoch: int) -> None:
-        if epoch < self._epoch:
-            raise OutOfStepError(f"a call of epoch {epoch} is out of date: this engine has seen epoch {self._epoch}")
+        self._see_newest(epoch, self._epoch)
         self._epoch = epoch
 
-    async def _pause(self, policy: Policy) -> None:
-        mode, clear_cache = PAUSES[policy]
+    def _see_newest(self, epoch: int, newest: int) -> None:
+        if epoch < newest:
+            raise OutOfStepError(f"a call of epoch {epoch} is out of date: this engine has seen epoch {newest}")
+
+    async def _pause(self, epoch: int, policy: Policy) -> None:
+        # Drained, requests that an earlier pause has kept would go on over what is torn.
+        mode, clear_cache = PAUSES["recompute" if policy == "drain" and self._tainted else policy]
+        await self._workers.note_pause(epoch, True)
         self._paused = True
-        await self._workers.note_pause(True)
         await asked("pause", self._client.pause(mode, clear_cache=clear_cache))
+
+    async def _load(self, order: UpdateOrder) -> None:
+        await self._workers.load(order)
+        self._tainted = False
 
     async def _give_up(self, epoch: int) -> None:
         """End a commit that failed: go on, if what every worker holds is whole."""
@@ -241,10 +281,19 @@ class VLLMEngine:
             await self._resume(epoch)
 
     async def _resume(self, epoch: int) -> None:
-        if epoch == self._epoch:  # else a newer update has paused it meanwhile
-            await asked("resume", self._client.resume())
-            self._paused_for, self._paused = None, False
-            await self._workers.note_pause(False)
+        if not self._paused:
+            return  # by an update, at least
+        try:
+            await self._workers.check_pause(epoch)
+        except OutOfStepError as error:  # another conductor's update, maybe, which will resume it
+            _log.info("not resumed: %s", error)
+            return
+        await asked("resume", self._client.resume())
+        self._paused_for, self._paused = None, False
+        try:
+            await self._workers.note_pause(epoch, False)
+        except OutOfStepError as error:  # the same, but it has not paused it yet
+            _log.info("not noted as resumed: %s", error)
 
     async def _check_awake(self) -> None:
         """Refuse an engine that sleeps. To vLLM, one that is paused does so, too; an update's own pause is none."""

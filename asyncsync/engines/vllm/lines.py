@@ -6,13 +6,14 @@ calls are needed twice: to have the workers connect, and to have them load.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 
 from asyncsync.engines.base import EngineReceipt
 from asyncsync.engines.channel import Exchange, Line
 from asyncsync.engines.ranks import ReceivingRanks
 from asyncsync.engines.vllm.clients import VLLMClient, asked
-from asyncsync.errors import EngineError
+from asyncsync.errors import EngineError, OutOfStepError
 from asyncsync.messages import Contacts, EngineStatus, Layout, Rendezvous, UpdateOrder
 
 LINE_TIMEOUT = 20.0
@@ -29,18 +30,20 @@ class LinedWorkers:
         address: Where the workers reach this process; found out if None.
     """
 
+    warning = ""
+
     def __init__(self, client: VLLMClient, address: str | None) -> None:
         self._client = client
         self._address = address
         self._exchange: Exchange | None = None
         self._ranks: ReceivingRanks[WorkerLine] = ReceivingRanks(())
-        self._groups: set[str] = set()
+        self._groups: dict[int, str] = {}  # by source, of which it is in one group at a time
+        self._reaching = asyncio.Lock()
         self._in_session = False
+        self._unlabelled: int | None = None  # the version that was loaded, and may be labelled as the last still
 
     def __repr__(self) -> str:
         return f"{len(self._ranks.engines)} ranks"
-
-    warning = ""
 
     @property
     def connected(self) -> bool:
@@ -52,13 +55,18 @@ class LinedWorkers:
         await self._reach()
         return await self._ranks.describe_engine()
 
-    async def tainted(self) -> str | None:
+    async def look(self) -> tuple[int, str | None]:
         """See :class:`~asyncsync.engines.vllm.engine.Workers`."""
-        return (await self._ranks.describe_engine()).tainted
+        status = await self._ranks.describe_engine()
+        return status.epoch, status.tainted
 
-    async def note_pause(self, paused: bool) -> None:
+    async def note_pause(self, epoch: int, paused: bool) -> None:
         """See :class:`~asyncsync.engines.vllm.engine.Workers`."""
-        await self._ranks.ask_all(lambda _, rank: rank.note_pause(paused))
+        await self._ranks.ask_all(lambda _, rank: rank.note_pause(epoch, paused))
+
+    async def check_pause(self, epoch: int) -> None:
+        """See :class:`~asyncsync.engines.vllm.engine.Workers`."""
+        await self._ranks.ask_all(lambda _, rank: rank.check_pause(epoch))
 
     async def accept_layout(self, layout: Layout) -> None:
         """See :meth:`asyncsync.RolloutEngine.accept_layout`."""
@@ -66,12 +74,12 @@ class LinedWorkers:
             await self._ranks.accept_layout(layout)
         except BaseException:
             if not self._groups:
-                await self.aclose()
+                self._hang_up()
             raise
 
     async def open_group(self, rendezvous: Rendezvous) -> Contacts:
         """See :meth:`asyncsync.RolloutEngine.open_group`."""
-        self._groups.add(rendezvous.connection)
+        self._groups[rendezvous.source] = rendezvous.connection
         return await self._ranks.open_group(rendezvous)
 
     async def join_group(self, connection: str, contacts: Contacts) -> None:
@@ -80,34 +88,39 @@ class LinedWorkers:
 
     async def leave_group(self, connection: str) -> None:
         """See :meth:`asyncsync.RolloutEngine.leave_group`."""
-        if connection in self._groups:
+        if connection in self._groups.values():
             try:
                 await self._ranks.leave_group(connection)
             finally:
-                self._groups.discard(connection)
+                self._groups = {source: each for source, each in self._groups.items() if each != connection}
 
     async def receive_weights(self, order: UpdateOrder) -> EngineReceipt:
         """See :meth:`asyncsync.RolloutEngine.receive_weights`."""
+        if not self._is_reached:
+            # Before anything has begun: whoever conducts asks everyone anew, and finds a new process, or new lines.
+            raise OutOfStepError("the connections to the engine's workers broke since the last update")
         return await self._ranks.receive_weights(order)
 
     async def load(self, order: UpdateOrder) -> None:
         """Have every worker load what it has received."""
         await self._start_session()
+        self._unlabelled = order.version
         await asked("update_weights", self._client.update({"epoch": order.epoch}))
         await asked("finish_weight_update", self._client.finish_update(str(order.version)))
-        self._in_session = False
+        self._in_session, self._unlabelled = False, None
 
     async def abort_weight_update(self, epoch: int, published: int | None) -> EngineStatus:
         """See :meth:`asyncsync.RolloutEngine.abort_weight_update`."""
         status = await self._ranks.abort_weight_update(epoch, published)
         await self._end_session()
+        if self._unlabelled is not None and status.weight_version == self._unlabelled:
+            await asked("update_weight_version", self._client.label(str(self._unlabelled)))
+        self._unlabelled = None
         return status
 
     async def aclose(self) -> None:
         """Hang up."""
-        if self._exchange is not None:
-            self._exchange.close()
-        self._exchange = None
+        self._hang_up()
         self._groups.clear()
 
     async def _start_session(self) -> None:
@@ -132,10 +145,26 @@ class LinedWorkers:
 
     async def _reach(self) -> None:
         """Have every worker connect, unless all are connected."""
-        if self._exchange is not None and self._exchange.lines:
-            return
-        await self.aclose()
-        exchange = self._exchange = Exchange(self._address or self._client.address())
+        async with self._reaching:  # by one call at a time: the others find the lines
+            if self._is_reached:
+                return
+            self._hang_up()
+            address = self._address
+            if address is None:
+                address = await asyncio.to_thread(self._client.address)  # a name may have to be looked up
+            exchange = Exchange(address)
+            try:
+                self._ranks = ReceivingRanks([WorkerLine(line) for line in await self._lines_to(exchange)])
+            except BaseException:
+                exchange.close()
+                raise
+            self._exchange = exchange
+
+    @property
+    def _is_reached(self) -> bool:
+        return self._exchange is not None and bool(self._exchange.lines)
+
+    async def _lines_to(self, exchange: Exchange) -> list[Line]:
         port = await exchange.open()
         info = {"address": exchange.address, "port": port, "token": exchange.token}
         try:
@@ -148,8 +177,12 @@ class LinedWorkers:
                     f'"asyncsync"}} ({text})'
                 ) from error
             raise
-        lines = await exchange.all_lines(LINE_TIMEOUT)
-        self._ranks = ReceivingRanks([WorkerLine(line) for line in lines])
+        return await exchange.all_lines(LINE_TIMEOUT)
+
+    def _hang_up(self) -> None:
+        if self._exchange is not None:
+            self._exchange.close()
+        self._exchange = None
 
 
 class WorkerLine:
@@ -197,6 +230,10 @@ class WorkerLine:
         status: EngineStatus = await self._line.call("abort_weight_update", epoch, published)
         return status
 
-    async def note_pause(self, paused: bool) -> None:
+    async def note_pause(self, epoch: int, paused: bool) -> None:
         """Have the worker note that the engine is being paused, or was resumed."""
-        await self._line.call("note_pause", paused)
+        await self._line.call("note_pause", epoch, paused)
+
+    async def check_pause(self, epoch: int) -> None:
+        """Have the worker see whether nobody has paused the engine since."""
+        await self._line.call("check_pause", epoch)

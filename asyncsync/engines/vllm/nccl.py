@@ -81,6 +81,7 @@ class NCCLWorkers:
         self._plan: Plan | None = None
         self._loaded: _Shapes | None = None  # what fits: it was loaded
         self._paused = False
+        self._paused_for = 0  # the epoch of the newest update that has
         self._group: _Group | None = None
         self._update: _Update | None = None
         self._session = Session(client)
@@ -122,13 +123,20 @@ class NCCLWorkers:
         labelled = max((int(label) for label in self._labels if label.isdecimal()), default=0)
         return replace(status, newest_version=max(status.newest_version, labelled))
 
-    async def tainted(self) -> str | None:
+    async def look(self) -> tuple[int, str | None]:
         """See :class:`~asyncsync.engines.vllm.engine.Workers`."""
-        return self._record.tainted or ("an update of it is not over" if self._update or self._session.open else None)
+        under_way = "an update of it is not over" if self._update or self._session.open else None
+        return self._record.epoch, self._record.tainted or under_way
 
-    async def note_pause(self, paused: bool) -> None:
+    async def note_pause(self, epoch: int, paused: bool) -> None:
         """See :class:`~asyncsync.engines.vllm.engine.Workers`."""
-        self._paused = paused
+        self._record.see(epoch)
+        self._paused, self._paused_for = paused, epoch
+
+    async def check_pause(self, epoch: int) -> None:
+        """See :class:`~asyncsync.engines.vllm.engine.Workers`."""
+        if self._paused_for > epoch:
+            raise OutOfStepError(f"epoch {self._paused_for} has paused this engine since epoch {epoch} did")
 
     async def accept_layout(self, layout: Layout) -> None:
         """See :meth:`asyncsync.RolloutEngine.accept_layout`.

@@ -46,6 +46,7 @@ class WorkerRank:
         self._device = device
         self._prefix_caching = prefix_caching
         self._paused = False  # by an update, as far as is known here
+        self._paused_for = 0  # the epoch of the newest that has
         self._address = "127.0.0.1"
         self._worker = WorkerThread("asyncsync-receiver")
         self._record = WeightRecord()
@@ -74,9 +75,24 @@ class WorkerRank:
             paused=self._paused,
         )
 
-    async def note_pause(self, paused: bool) -> None:
-        """Note that an update pauses the engine now, or has resumed it: who comes later must be able to tell."""
+    async def note_pause(self, epoch: int, paused: bool) -> None:
+        """Note that an update pauses the engine now, or has resumed it: who comes later must be able to tell.
+
+        Raises:
+            OutOfStepError: A newer update has been here. vLLM's own calls know no epochs, so this one is asked first.
+        """
+        self._record.see(epoch)
         self._paused = paused
+        self._paused_for = epoch
+
+    async def check_pause(self, epoch: int) -> None:
+        """See whether the pause is still an update's own.
+
+        Raises:
+            OutOfStepError: A newer one has paused the engine since, and will resume it.
+        """
+        if self._paused_for > epoch:
+            raise OutOfStepError(f"epoch {self._paused_for} has paused this engine since epoch {epoch} did")
 
     async def accept_layout(self, layout: Layout) -> None:
         """See :meth:`asyncsync.RolloutEngine.accept_layout`."""
@@ -102,6 +118,8 @@ class WorkerRank:
     async def receive_weights(self, order: UpdateOrder) -> EngineReceipt:
         """See :meth:`asyncsync.RolloutEngine.receive_weights`."""
         plan = self._layout[0] if self._layout else None
+        self._record.check_new(order)
+        await self._worker.run(self._overtake, order.epoch)
         return EngineReceipt(digest=await self._receiver.receive(order, plan, self._loader_for))
 
     async def abort_weight_update(self, epoch: int, published: int | None) -> EngineStatus:
@@ -115,6 +133,11 @@ class WorkerRank:
     def _wait_for_load(self) -> None:
         with self._loading:
             pass
+
+    def _overtake(self, epoch: int) -> None:
+        """Have older updates be over: what is received now lies where they would be loaded from."""
+        with self._loading:
+            self._record.see(epoch)
 
     def _loader_for(self, device: str) -> HostStore:
         assert self._layout is not None
@@ -130,8 +153,8 @@ class WorkerRank:
             Exception: What the model raised; the engine is tainted then.
         """
         with self._loading:
-            if epoch <= self._record.ended_epoch:
-                raise OutOfStepError(f"epoch {epoch} is over: it was aborted, or loaded")
+            if epoch <= self._record.ended_epoch or epoch < self._record.epoch:
+                raise OutOfStepError(f"epoch {epoch} is over: it was aborted, loaded, or overtaken")
             session = self._receiver.received(epoch)
             self._receiver.take(session)
             names = all_names(session.plan)

@@ -1,0 +1,449 @@
+"""The adapter for SGLang: an engine that receives in place, told bucket by bucket what comes next.
+
+SGLang keeps no record of updates: it answers each call, and forgets. What an update needs to know of it from one call
+to the next is kept here: which version it holds and whether that is whole, the epochs seen, the groups it is in, and
+whether it sleeps. That it was restarted, or updated by somebody else, shows by the label of its weights, which is set
+here last of all, when it is about to serve them.
+
+Of a bucket it says only whether it was loaded, and not even that for every rank; so its weights count as torn from the
+first bucket on until the end of its session, and their checksums are compared with the trainer's after that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from asyncsync import cluster
+from asyncsync.buckets import Plan, list_names
+from asyncsync.engines.base import EngineReceipt
+from asyncsync.engines.record import ANOTHER, WeightRecord, all_names
+from asyncsync.engines.sglang.calls import Selector, SGLangClient, SGLangError, SGLangFacts
+from asyncsync.engines.sglang.clients import client_for
+from asyncsync.engines.sglang.groups import Membership
+from asyncsync.engines.sglang.layouts import Accepted, LayoutCheck
+from asyncsync.engines.sglang.names import ParameterNames
+from asyncsync.engines.sglang.policies import Pausing, abilities
+from asyncsync.engines.sglang.updates import Loading, Update
+from asyncsync.errors import (
+    AsyncSyncError,
+    ConnectError,
+    EngineError,
+    OutOfStepError,
+    TaintedEngineError,
+    TransferError,
+)
+from asyncsync.fanout import is_ours
+from asyncsync.messages import Checksums, Contacts, EngineStatus, Layout, Policy, Rendezvous, UpdateOrder
+from asyncsync.shield import CLEANUP_TIMEOUT, shielded
+
+T = TypeVar("T")
+
+CALL_TIMEOUT = 60.0
+"""Seconds, by default, that one call to an HTTP server may take."""
+
+_ALL_TAGS = ("weights", "kv_cache", "cuda_graph")
+
+_log = logging.getLogger("asyncsync")
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What was found out about an engine, and what is done with it according to that."""
+
+    facts: SGLangFacts
+    ranks: int
+    pausing: Pausing
+    loading: Loading
+    check: LayoutCheck
+
+
+class SGLangEngine:
+    """Satisfies :class:`asyncsync.RolloutEngine` for an engine of SGLang's; give it to a synchronizer.
+
+    Weights are loaded over those that are served, while generation is paused. The bytes come over gloo, through host
+    memory. Every tensor parallel rank receives all of them, and SGLang slices them as it loads. After an update, where
+    that can be done (on a CPU, so far), the checksums of all that each rank holds are compared with the trainer's.
+
+    Policies: all but ``continue`` need nothing of the engine; that one needs ``disable_radix_cache=True`` and
+    ``disable_overlap_schedule=True``. ``drain`` waits for requests in flight; while others keep coming, it may have to
+    begin anew now and then. An actor whose ``pause_generation`` takes no mode can only ``abort``.
+
+    An actor whose ``update_weights_from_distributed`` takes no ``load_format`` receives tensors one by one: give such a
+    synchronizer ``bucket_size=1``, so that each tensor is a bucket of its own.
+
+    SGLang does not tell whether it sleeps: let it sleep and wake by :meth:`release_memory_occupation` and
+    :meth:`resume_memory_occupation` here, and an update while it sleeps is refused, and one that woke is not served
+    until it was updated. What sends it to sleep by another way must not be followed by an update.
+
+    Use one of these for an engine, and one synchronizer at a time, or several that share a lock.
+
+    Example:
+        >>> engines = [asyncsync.SGLangEngine(url) for url in ("http://10.0.0.7:30000", "http://10.0.0.8:30000")]
+        >>> asyncsync.WeightSynchronizer(trainer, engines)
+
+    Args:
+        engine: An ``sglang.Engine`` of this process; or a Ray actor with SGLang's control calls, such as one whose
+            class is or includes :class:`asyncsync.SGLangActor`; or the address of an HTTP server.
+        selector: Which models an update is for: ``"target"``, ``"draft"`` or ``"all"``.
+        api_key: The server's API key.
+        admin_api_key: The server's admin key, if it has one.
+        address: This node's address, as the engine's processes reach it; found out if None.
+        tp_size: How many tensor parallel ranks it has; asked if None.
+        parameter_names: Where SGLang's names are not those of a Llama or Qwen: gives, for a tensor's name in the
+            checkpoint, that of the parameter it is loaded into. Checksums are not compared then.
+        check_names: Whether names must be known to the engine, and all of its parameters be sent.
+        timeout: Seconds that one call to a server may take.
+
+    Raises:
+        TypeError: The engine is none of these.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        *,
+        selector: Selector = "all",
+        api_key: str | None = None,
+        admin_api_key: str | None = None,
+        address: str | None = None,
+        tp_size: int | None = None,
+        parameter_names: ParameterNames | None = None,
+        check_names: bool = True,
+        timeout: float = CALL_TIMEOUT,
+    ) -> None:
+        self._client: SGLangClient = client_for(engine, api_key=api_key, admin_api_key=admin_api_key, timeout=timeout)
+        self._selector: Selector = selector
+        self._address = address
+        self._tp_size = tp_size
+        self._parameter_names = parameter_names
+        self._check_names = check_names
+        self._record = WeightRecord()
+        self._known: _Known | None = None
+        self._labels: frozenset[str] = frozenset()  # that its weights may have, as far as is known
+        self._accepted: Accepted | None = None
+        self._groups: dict[int, Membership] = {}  # by source
+        self._update: Update | None = None
+        self._paused_for: int | None = None  # the epoch of the update it is paused for
+        self._asleep: frozenset[str] = frozenset()
+
+    def __repr__(self) -> str:
+        return f"<SGLangEngine {self._client!r}: {self._record!r}>"
+
+    @property
+    def weight_version(self) -> int | None:
+        """The version it serves; None before the first update, and while it holds part of one."""
+        return self._record.weight_version
+
+    async def aclose(self) -> None:
+        """Leave all groups, and hang up. The engine itself goes on; used again, it is connected anew."""
+        for group in list(self._groups.values()):
+            await self.leave_group(group.rendezvous.connection)
+        await self._client.aclose()
+
+    # -- the RolloutEngine protocol -------------------------------------------------------------------------------
+
+    async def describe_engine(self) -> EngineStatus:
+        """See :meth:`asyncsync.RolloutEngine.describe_engine`.
+
+        Raises:
+            ConnectError: It has no ranks that could receive.
+        """
+        known = await self._know()
+        await self._look_whether_same()
+        policies, cannot = abilities(known.facts)
+        accepted = self._accepted
+        status = self._record.status(
+            device="cpu",  # where bytes arrive, wherever its weights are
+            staged=False,
+            whole_tensors=True,
+            policies=policies,
+            cannot=cannot,
+            world_size=known.ranks,
+            connections=tuple(group.rendezvous.connection for group in self._groups.values() if group.joined),
+            plan_digest=accepted.plan.digest if accepted else None,
+            partial=accepted is not None and accepted.partial,
+            checks=known.check.checks,
+            paused=self._paused_for is not None,
+        )
+        # The label is a version, if a synchronizer before this one has set it; the next is to be newer.
+        labelled = max((int(label) for label in self._labels if label.isdecimal()), default=0)
+        return replace(status, newest_version=max(status.newest_version, labelled))
+
+    async def accept_layout(self, layout: Layout) -> None:
+        """See :meth:`asyncsync.RolloutEngine.accept_layout`."""
+        known = await self._know()
+        self._accepted = await _asked(known.check.accept(layout))
+
+    async def open_group(self, rendezvous: Rendezvous) -> Contacts:
+        """See :meth:`asyncsync.RolloutEngine.open_group`."""
+        known = await self._know()
+        while (before := self._groups.get(rendezvous.source)) is not None:  # another may have opened one meanwhile
+            await self.leave_group(before.rendezvous.connection)
+        group = self._groups[rendezvous.source] = Membership(self._client, rendezvous, known.ranks)
+        try:
+            return await group.open(self._address or self._client.address())
+        except BaseException:
+            await self._leave_aside(group)
+            raise
+
+    async def join_group(self, connection: str, contacts: Contacts) -> None:
+        """See :meth:`asyncsync.RolloutEngine.join_group`."""
+        group = self._group(connection)
+        if group is None:
+            raise ConnectError(f"the group to join was closed meanwhile {ANOTHER}")
+        try:
+            await group.join(contacts)
+        except BaseException:
+            await self._leave_aside(group)
+            raise
+
+    async def leave_group(self, connection: str) -> None:
+        """See :meth:`asyncsync.RolloutEngine.leave_group`."""
+        group = self._group(connection)
+        if group is not None:
+            del self._groups[group.rendezvous.source]
+            await shielded(_asked(group.leave()), CLEANUP_TIMEOUT)
+
+    async def pause_generation(self, epoch: int, policy: Policy) -> None:
+        """See :meth:`asyncsync.RolloutEngine.pause_generation`."""
+        pausing = (await self._know()).pausing
+        self._record.see(epoch)
+        self._refuse_asleep()
+        again = self._paused_for == epoch and policy == "abort"
+        self._paused_for = epoch
+        torn = self._record.tainted is not None or self._update is not None
+        if again and not torn:
+            await _asked(pausing.hold_newcomers())
+        else:
+            await _asked(pausing.hold(policy, torn=torn))
+
+    async def receive_weights(self, order: UpdateOrder) -> EngineReceipt:
+        """See :meth:`asyncsync.RolloutEngine.receive_weights`."""
+        known = await self._know()
+        self._record.check_new(order)
+        await self._give_up()
+        accepted = self._accepted
+        if accepted is None or accepted.plan.digest != order.plan_digest:
+            raise OutOfStepError(f"the layout of this update was not agreed on with this engine {ANOTHER}")
+        groups = self._groups_of(order, accepted.plan)
+        self._refuse_asleep()
+        self._record.see(order.epoch)
+        update: Update | None = None
+        try:
+            async with asyncio.timeout(order.timeout) as limit:
+                update = self._update = Update(order, accepted.plan, accepted.names, limit)
+                await _asked(known.loading.load(update, groups))
+        except OutOfStepError:
+            self._renew()
+            raise
+        except TimeoutError as error:
+            raise TransferError(f"the weights of update {order.version} did not come in time") from error
+        finally:
+            if update is not None:
+                if not update.received:
+                    self._taint_if_touched(update)
+                update.ended.set()
+        return EngineReceipt(digest=None)
+
+    async def finish_weight_update(self, order: UpdateOrder) -> None:
+        """See :meth:`asyncsync.RolloutEngine.finish_weight_update`."""
+        update = self._update
+        if update is None or update.order.epoch != order.epoch or not update.received:
+            raise EngineError(f"there is no received update of epoch {order.epoch} to finish")
+        if self._paused_for != order.epoch:
+            raise EngineError("an engine whose weights are overwritten in place must be paused for that")
+        names = all_names(update.plan)
+        try:
+            await _asked((await self._know()).loading.finish(update))
+        except BaseException:
+            self._record.taint(f"update {order.version} could not be finished", names)
+            raise
+        self._update = None
+        self._record.committed(order, names, None)
+
+    async def abort_weight_update(self, epoch: int, published: int | None) -> EngineStatus:
+        """See :meth:`asyncsync.RolloutEngine.abort_weight_update`.
+
+        SGLang itself does not know that it must not serve: it is paused, and what is in flight ends.
+        """
+        self._record.end(epoch)
+        names = self._all_names()
+        await self._give_up()
+        self._record.compare(published, names)
+        if self._record.tainted is not None and self._paused_for is None and not self._asleep:
+            self._paused_for = epoch
+            await _asked((await self._know()).pausing.hold("abort", torn=True))
+        return await self.describe_engine()
+
+    async def resume_generation(self, epoch: int) -> None:
+        """See :meth:`asyncsync.RolloutEngine.resume_generation`."""
+        self._record.see(epoch)
+        if self._record.tainted is None and self._update is None:
+            await shielded(self._resume(epoch))
+        else:
+            raise TaintedEngineError(self._record.tainted or "an update of it is not over")
+
+    # -- the CheckedEngine protocol -------------------------------------------------------------------------------
+
+    async def wanted_checksums(self) -> Checksums:
+        """See :meth:`asyncsync.CheckedEngine.wanted_checksums`."""
+        return (await self._know()).check.wanted(self._accepted)
+
+    async def compare_checksums(self, epoch: int, checksums: Mapping[str, str]) -> None:
+        """See :meth:`asyncsync.CheckedEngine.compare_checksums`."""
+        self._record.see(epoch)
+        check = (await self._know()).check
+        if different := await _asked(check.differing(self._accepted, checksums)):
+            what = f"it holds other weights than were sent: {list_names(different)}"
+            self._record.taint(what, self._all_names())
+            raise TransferError(f"{what} (is its dtype another? then give the synchronizer dtype=…)")
+
+    # -- sleeping -------------------------------------------------------------------------------------------------
+
+    async def release_memory_occupation(self, tags: Sequence[str] | None = None) -> None:
+        """Let the engine sleep: release its memory.
+
+        Args:
+            tags: ``"weights"``, ``"kv_cache"`` or ``"cuda_graph"``; None: all.
+        """
+        self._asleep |= frozenset(tags or _ALL_TAGS)
+        await _asked(self._client.release_memory_occupation(tags))
+
+    async def resume_memory_occupation(self, tags: Sequence[str] | None = None) -> None:
+        """Wake the engine. If its weights were released, it must not serve until they were brought anew.
+
+        Args:
+            tags: What to get back; None: all that was released.
+
+        Raises:
+            EngineError: It was not released by this adapter: SGLang's process would end.
+        """
+        back = frozenset(tags) if tags else self._asleep
+        if not back or back - self._asleep:
+            raise EngineError(f"not released: {list_names(set(back - self._asleep)) or 'anything'}")
+        await _asked(self._client.resume_memory_occupation(sorted(back)))
+        self._asleep -= back
+        if "weights" in back:
+            self._record.taint("its weights were released", self._all_names())
+
+    # -- what it does itself --------------------------------------------------------------------------------------
+
+    async def _know(self) -> _Known:
+        """What is known of the engine; it is asked if nothing is."""
+        if self._known is None:
+            facts = await _asked(self._client.get_facts())
+            self._known = _Known(
+                facts,
+                ranks_of(facts, self._tp_size),
+                Pausing(self._client, facts),
+                Loading(self._client, facts, self._selector),
+                LayoutCheck(
+                    self._client,
+                    facts,
+                    selector=self._selector,
+                    check_names=self._check_names,
+                    parameter_names=self._parameter_names,
+                ),
+            )
+        return self._known
+
+    def _all_names(self) -> frozenset[str]:
+        return all_names(self._accepted.plan if self._accepted else None)
+
+    async def _look_whether_same(self) -> None:
+        """Compare the label of the engine's weights with what was set here."""
+        label = await _asked(self._client.get_weight_version())
+        if not self._labels:
+            self._labels = frozenset({label})
+        if label in self._labels:
+            return
+        self._labels, names = frozenset({label}), self._all_names()
+        self._renew()
+        if self._record.version is not None:
+            self._record.taint("it was restarted, or updated by another", names)
+
+    def _renew(self) -> None:
+        """Take the engine for another one, whose groups are gone."""
+        self._record.instance = uuid.uuid4().hex
+        self._known, self._accepted, self._asleep = None, None, frozenset()
+        self._groups.clear()
+
+    def _refuse_asleep(self) -> None:
+        if self._asleep:
+            raise EngineError(f"the engine is asleep: wake it up before the update ({list_names(set(self._asleep))})")
+
+    def _group(self, connection: str) -> Membership | None:
+        return next((group for group in self._groups.values() if group.rendezvous.connection == connection), None)
+
+    def _groups_of(self, order: UpdateOrder, plan: Plan) -> list[Membership]:
+        groups = [group for connection in order.connections if (group := self._group(connection)) and group.joined]
+        if len(groups) != len(order.connections) or len(groups) not in (1, max(1, len(plan.parts))):
+            raise OutOfStepError(f"this engine is not in the groups that the order names {ANOTHER}")
+        return groups
+
+    async def _leave_aside(self, group: Membership) -> None:
+        """Leave a group that was not joined, whatever becomes of the engine."""
+        if self._groups.get(group.rendezvous.source) is group:
+            del self._groups[group.rendezvous.source]
+        try:
+            await shielded(group.leave(), CLEANUP_TIMEOUT)
+        except (SGLangError, TimeoutError, cluster.ActorLostError) as error:
+            _log.info("leaving a group: %s", error)
+
+    async def _give_up(self) -> None:
+        """End an update that will not be finished."""
+        if (update := self._update) is not None:
+            self._taint_if_touched(update)
+            await _asked((await self._know()).loading.give_up(update))
+            if self._update is update:
+                self._update = None
+
+    def _taint_if_touched(self, update: Update) -> None:
+        if update.touched:
+            what = "finished" if update.received else "received whole"
+            self._record.taint(f"update {update.order.version} was not {what}", all_names(update.plan))
+
+    async def _resume(self, epoch: int) -> None:
+        facts = (await self._know()).facts
+        version = self._record.version
+        if facts.labels and version is not None and self._labels != {str(version)}:
+            self._labels |= {str(version)}  # until it is known which of them it has
+            await _asked(self._client.update_weight_version(str(version)))
+            self._labels = frozenset({str(version)})
+        if epoch == self._record.epoch:  # else a newer update has paused it meanwhile
+            await _asked(self._client.continue_generation())
+            self._paused_for = None
+
+
+def ranks_of(facts: SGLangFacts, tp_size: int | None) -> int:
+    """How many ranks an engine has that receive.
+
+    Raises:
+        ConnectError: It does not tell, or has others than those of tensor parallelism.
+    """
+    ranks = tp_size or facts.tensor_parallel_size
+    if ranks is None:
+        raise ConnectError("this engine does not tell how many tensor parallel ranks it has: give tp_size")
+    for many, what in ((facts.data_parallel_size, "data"), (facts.pipeline_parallel_size, "pipeline")):
+        if (many or 1) > 1:
+            raise ConnectError(f"SGLang takes no weights over a group with {what} parallelism (it has {many})")
+    return ranks
+
+
+async def _asked(call: Awaitable[T]) -> T:
+    """Await calls to SGLang; their errors, of whatever kind, come back as the engine's."""
+    try:
+        return await call
+    except (AsyncSyncError, cluster.ActorLostError):
+        raise
+    except BaseException as error:
+        if is_ours(error):
+            raise
+        raise EngineError(
+            str(error) if isinstance(error, SGLangError) else f"{type(error).__name__}: {error}"
+        ) from error
