@@ -69,8 +69,6 @@ async def catch_up(
     if layout is None or layout.digest != published.plan_digest:
         return False  # the next update comes in another layout
     status = (await Fleet([joiner]).describe(policy))[joiner]
-    if status.transport != "asyncsync" or layout.whole_tensors < status.whole_tensors:
-        return False  # its kind of group leads from a trainer only, or the next update's layout is for it
     if holds(status, published):
         await joiner.call(lambda engine: engine.resume_generation(connection.next_epoch([status])), CLEANUP_TIMEOUT)
         return True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from torch import nn
@@ -71,9 +71,9 @@ async def test_module_engines_conform(check: str, staged: bool) -> None:
 class FakeVLLMSubject(ChainSubject):
     """vLLM's adapter over an engine that is none of vLLM's."""
 
-    def __init__(self, *, ranks: int, prefix_caching: bool) -> None:
-        self.llm = FakeLLM(ranks=ranks, prefix_caching=prefix_caching)
-        self.engine = asyncsync.VLLMEngine(self.llm)
+    def __init__(self, llm: FakeLLM, *, prefix_caching: bool, backend: Literal["asyncsync", "nccl"]) -> None:
+        self.llm = llm
+        self.engine = asyncsync.VLLMEngine(llm, backend=backend)
         self.trainer = Chain(1)
         every: tuple[Policy, ...] = ("drain", "abort", "recompute", "continue")
         self.policies = every[:3] if prefix_caching else every
@@ -88,7 +88,8 @@ class FakeVLLMSubject(ChainSubject):
 @pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.asyncio
 async def test_the_adapter_for_vllm_conforms(check: str, ranks: int, prefix_caching: bool) -> None:
-    subject = FakeVLLMSubject(ranks=ranks, prefix_caching=prefix_caching)
+    llm = FakeLLM(ranks=ranks, prefix_caching=prefix_caching)
+    subject = FakeVLLMSubject(llm, prefix_caching=prefix_caching, backend="asyncsync")
     await CHECKS[check](subject)
     await subject.engine.aclose()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,13 +17,13 @@ import asyncsync
 from asyncsync import ConnectError, EngineState, PlanError, TransferError, WeightSynchronizer
 from asyncsync.buckets import plan_buckets
 from asyncsync.engines.vllm.clients import RayClient, client_for
-from asyncsync.messages import Policy, Rendezvous
+from asyncsync.messages import Rendezvous
 from asyncsync.testing import CHECKS, failed, step
 from asyncsync.transports.pynccl import STORE, PyNcclJoining
 from asyncsync.weights import WeightSource
 from tests.chain import Chain, continued
 from tests.fake_nccl import FakeCommunicator, FakeNCCLLLM, eventually, nccl
-from tests.test_conformance import ChainEngine, ChainSubject, little_patience
+from tests.test_conformance import ChainEngine, FakeVLLMSubject, little_patience
 from tests.test_vllm_adapter import over
 
 __all__ = ["little_patience", "nccl"]
@@ -34,29 +34,18 @@ CANNOT = {
 """Checks that this backend does not pass."""
 
 
-class NCCLSubject(ChainSubject):
-    """vLLM's adapter over an engine that is none of vLLM's."""
+class NCCLSubject(FakeVLLMSubject):
+    """The same with vLLM's own backend, that tells of no tensor what it is."""
 
     tells_shapes = False  # nor dtypes
-
-    def __init__(self, *, ranks: int, prefix_caching: bool) -> None:
-        self.llm = FakeNCCLLLM(ranks=ranks, prefix_caching=prefix_caching)
-        self.engine = asyncsync.VLLMEngine(self.llm, backend="nccl")
-        self.trainer = Chain(1)
-        every: tuple[Policy, ...] = ("drain", "abort", "recompute", "continue")
-        self.policies = every[:3] if prefix_caching else every
-
-    async def generate(
-        self, prompt: Sequence[int], count: int, started: Callable[[], None] | None = None
-    ) -> asyncsync.Completion:
-        return await self.llm.generate(prompt, count, started)
 
 
 @pytest.mark.parametrize(("ranks", "prefix_caching"), [(1, True), (2, False)], ids=["prefixes", "two ranks"])
 @pytest.mark.parametrize("check", [check for check in CHECKS if check not in CANNOT])
 @pytest.mark.asyncio
 async def test_the_nccl_backend_conforms(check: str, ranks: int, prefix_caching: bool, nccl: None) -> None:
-    subject = NCCLSubject(ranks=ranks, prefix_caching=prefix_caching)
+    llm = FakeNCCLLLM(ranks=ranks, prefix_caching=prefix_caching)
+    subject = NCCLSubject(llm, prefix_caching=prefix_caching, backend="nccl")
     await CHECKS[check](subject)
     await subject.engine.aclose()
 
@@ -284,6 +273,24 @@ async def test_an_engine_that_was_restarted_is_known_by_its_label(nccl: None) ->
         assert await serves(llm, model)
         llm._label, llm.communicators = "default", [None]
         await synchronizer.update_weights()  # it was believed to be in step; and is connected anew in the same call
+        assert await serves(llm, model)
+
+
+@pytest.mark.asyncio
+async def test_an_engine_that_was_restarted_while_it_was_paused_is_paused_anew(nccl: None) -> None:
+    llm, model = FakeNCCLLLM(), Chain(1)
+    engine = asyncsync.VLLMEngine(llm, backend="nccl")
+    async with WeightSynchronizer(model, [engine]) as synchronizer:
+        await synchronizer.update_weights()
+        llm.failing.add("load")
+        await failed(synchronizer.update_weights())
+        assert (await engine.describe_engine()).paused
+        vars(llm).update(vars(FakeNCCLLLM()))
+        status = await engine.describe_engine()
+        assert not status.paused
+        assert "restarted" in str((await engine.abort_weight_update(status.epoch, None)).tainted)
+        assert await llm.is_sleeping(), "its weights are none of the trainer's"
+        await synchronizer.update_weights()
         assert await serves(llm, model)
 
 

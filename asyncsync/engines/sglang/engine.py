@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 from asyncsync import cluster
 from asyncsync.buckets import Plan, list_names
+from asyncsync.engines.asked import as_engine_error
 from asyncsync.engines.base import EngineReceipt
 from asyncsync.engines.record import ANOTHER, WeightRecord, all_names
 from asyncsync.engines.sglang.calls import Selector, SGLangClient, SGLangError, SGLangFacts
@@ -30,14 +31,12 @@ from asyncsync.engines.sglang.names import ParameterNames
 from asyncsync.engines.sglang.policies import Pausing, abilities
 from asyncsync.engines.sglang.updates import Loading, Update
 from asyncsync.errors import (
-    AsyncSyncError,
     ConnectError,
     EngineError,
     OutOfStepError,
     TaintedEngineError,
     TransferError,
 )
-from asyncsync.fanout import is_ours
 from asyncsync.messages import Checksums, Contacts, EngineStatus, Layout, Policy, Rendezvous, UpdateOrder
 from asyncsync.shield import CLEANUP_TIMEOUT, shielded
 
@@ -437,13 +436,8 @@ def ranks_of(facts: SGLangFacts, tp_size: int | None) -> int:
 
 async def _asked(call: Awaitable[T]) -> T:
     """Await calls to SGLang; their errors, of whatever kind, come back as the engine's."""
-    try:
-        return await call
-    except (AsyncSyncError, cluster.ActorLostError):
-        raise
-    except BaseException as error:
-        if is_ours(error):
-            raise
-        raise EngineError(
-            str(error) if isinstance(error, SGLangError) else f"{type(error).__name__}: {error}"
-        ) from error
+    return await as_engine_error(call, _told)
+
+
+def _told(error: BaseException) -> str:
+    return str(error) if isinstance(error, SGLangError) else f"{type(error).__name__}: {error}"

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 from urllib.parse import urlsplit
 
 from asyncsync import cluster
-from asyncsync.errors import AsyncSyncError, EngineError
-from asyncsync.fanout import is_ours
+from asyncsync.engines.asked import as_engine_error
+from asyncsync.errors import EngineError
 
 if TYPE_CHECKING:
     import httpx
@@ -354,14 +354,22 @@ def _message(response: httpx.Response) -> str:
 
 async def asked(what: str, call: Awaitable[T]) -> T:
     """Await a call of vLLM's API; its errors, of whatever kind, come back as the engine's."""
+    return await as_engine_error(call, lambda error: f"{what} failed: {type(error).__name__}: {error}")
+
+
+async def asked_to_connect(backend: str, call: Awaitable[None]) -> None:
+    """Await ``init_weight_transfer_engine``.
+
+    Raises:
+        EngineError: It failed. If the engine was started with another backend, the error says how to start it.
+    """
     try:
-        return await call
-    except (AsyncSyncError, cluster.ActorLostError):
+        await asked("init_weight_transfer_engine", call)
+    except EngineError as error:
+        if "not configured" in str(error) or "Invalid init_info" in str(error):
+            config = f'weight_transfer_config={{"backend": "{backend}"}}'
+            raise EngineError(f"the engine has another backend, or none: start it with {config} ({error})") from error
         raise
-    except BaseException as error:
-        if is_ours(error):
-            raise
-        raise EngineError(f"{what} failed: {type(error).__name__}: {error}") from error
 
 
 def client_for(engine: Any, *, api_key: str | None, timeout: float) -> VLLMClient:

@@ -23,6 +23,8 @@ from asyncsync.fanout import race
 from asyncsync.messages import Contacts, EngineStatus, Layout, Policy, Rendezvous, UpdateOrder
 from asyncsync.shield import shielded
 
+_log = logging.getLogger("asyncsync")
+
 CALL_TIMEOUT = 600.0
 """Seconds, by default, that one call to an HTTP server may take."""
 
@@ -33,9 +35,6 @@ PAUSES: Mapping[Policy, tuple[PauseMode, bool]] = {
     "continue": ("keep", False),
 }
 """How vLLM is paused for each policy: its mode, and whether its caches are cleared."""
-
-
-_log = logging.getLogger("asyncsync")
 
 
 class Workers(WeightReceiver, Protocol):
@@ -56,19 +55,11 @@ class Workers(WeightReceiver, Protocol):
         ...
 
     async def note_pause(self, epoch: int, paused: bool) -> None:
-        """Note that an update pauses the engine now, or has resumed it.
-
-        Raises:
-            OutOfStepError: A newer update has been here. vLLM's own calls know no epochs, so this is asked first.
-        """
+        """See :class:`~asyncsync.engines.vllm.pauses.PauseNote`."""
         ...
 
     async def check_pause(self, epoch: int) -> None:
-        """See whether the pause is still an update's own.
-
-        Raises:
-            OutOfStepError: A newer one has paused the engine since, and will resume it.
-        """
+        """See :class:`~asyncsync.engines.vllm.pauses.PauseNote`."""
         ...
 
     async def load(self, order: UpdateOrder) -> None:

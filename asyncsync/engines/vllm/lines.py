@@ -12,7 +12,7 @@ import logging
 from asyncsync.engines.base import EngineReceipt
 from asyncsync.engines.channel import Exchange, Line
 from asyncsync.engines.ranks import ReceivingRanks
-from asyncsync.engines.vllm.clients import VLLMClient, asked
+from asyncsync.engines.vllm.clients import VLLMClient, asked, asked_to_connect
 from asyncsync.errors import EngineError, OutOfStepError
 from asyncsync.messages import Contacts, EngineStatus, Layout, Rendezvous, UpdateOrder
 
@@ -167,16 +167,7 @@ class LinedWorkers:
     async def _lines_to(self, exchange: Exchange) -> list[Line]:
         port = await exchange.open()
         info = {"address": exchange.address, "port": port, "token": exchange.token}
-        try:
-            await asked("init_weight_transfer_engine", self._client.init_transfer(info))
-        except EngineError as error:
-            text = str(error)
-            if "not configured" in text or "Invalid init_info" in text:
-                raise EngineError(
-                    'the engine has no backend of asyncsync: start it with weight_transfer_config={"backend": '
-                    f'"asyncsync"}} ({text})'
-                ) from error
-            raise
+        await asked_to_connect("asyncsync", self._client.init_transfer(info))
         return await exchange.all_lines(LINE_TIMEOUT)
 
     def _hang_up(self) -> None:

@@ -25,7 +25,8 @@ from typing import TypeAlias
 from asyncsync.buckets import Bucket, Plan, list_names
 from asyncsync.engines.base import EngineReceipt
 from asyncsync.engines.record import ANOTHER, WeightRecord, all_names
-from asyncsync.engines.vllm.clients import VLLMClient, asked
+from asyncsync.engines.vllm.clients import VLLMClient, asked, asked_to_connect
+from asyncsync.engines.vllm.pauses import PauseNote
 from asyncsync.engines.vllm.sessions import Session
 from asyncsync.errors import AsyncSyncError, ConnectError, EngineError, OutOfStepError, PlanError, TransferError
 from asyncsync.messages import PROTOCOL_VERSION, Contacts, EngineStatus, Layout, Policy, Rendezvous, UpdateOrder
@@ -76,12 +77,11 @@ class NCCLWorkers:
     def __init__(self, client: VLLMClient) -> None:
         self._client = client
         self._record = WeightRecord()
+        self._pause = PauseNote(self._record)
         self._ranks: int | None = None
         self._labels: frozenset[str] = frozenset()  # that its weights may have, as far as is known
         self._plan: Plan | None = None
         self._loaded: _Shapes | None = None  # what fits: it was loaded
-        self._paused = False
-        self._paused_for = 0  # the epoch of the newest update that has
         self._group: _Group | None = None
         self._update: _Update | None = None
         self._session = Session(client)
@@ -117,7 +117,7 @@ class NCCLWorkers:
             world_size=self._ranks,
             connections=(group.rendezvous.connection,) if group and group.stands else (),
             plan_digest=self._plan.digest if self._plan else None,
-            paused=self._paused,
+            paused=self._pause.paused,
         )
         # The label is a version, if a synchronizer before this one has set it; the next is to be newer.
         labelled = max((int(label) for label in self._labels if label.isdecimal()), default=0)
@@ -130,13 +130,11 @@ class NCCLWorkers:
 
     async def note_pause(self, epoch: int, paused: bool) -> None:
         """See :class:`~asyncsync.engines.vllm.engine.Workers`."""
-        self._record.see(epoch)
-        self._paused, self._paused_for = paused, epoch
+        self._pause.note(epoch, paused)
 
     async def check_pause(self, epoch: int) -> None:
         """See :class:`~asyncsync.engines.vllm.engine.Workers`."""
-        if self._paused_for > epoch:
-            raise OutOfStepError(f"epoch {self._paused_for} has paused this engine since epoch {epoch} did")
+        self._pause.check(epoch)
 
     async def accept_layout(self, layout: Layout) -> None:
         """See :meth:`asyncsync.RolloutEngine.accept_layout`.
@@ -183,7 +181,7 @@ class NCCLWorkers:
         }
         try:
             async with asyncio.timeout(rendezvous.join_timeout + FORM_TIMEOUT):
-                await self._session.ask("init_weight_transfer_engine", self._client.init_transfer(info))
+                await self._session.ask(asked_to_connect("nccl", self._client.init_transfer(info)))
                 group.watch = await watch_source(*endpoint(contacts, COUNT))
         except BaseException as error:
             if self._session.answered:
@@ -192,9 +190,6 @@ class NCCLWorkers:
                 self._group = None  # the call ends when the source, that is told next, has left
             if isinstance(error, TimeoutError):
                 raise ConnectError("the engine has not joined vLLM's group in time") from error
-            if "not configured" in str(error) or "Invalid init_info" in str(error):
-                config = 'weight_transfer_config={"backend": "nccl"}'
-                raise EngineError(f"the engine has no such backend: start it with {config} ({error})") from error
             raise
         if self._group is not group:
             raise ConnectError(f"the group to join was closed meanwhile {ANOTHER}")
@@ -214,7 +209,7 @@ class NCCLWorkers:
             raise OutOfStepError(f"the layout of this update was not agreed on with this engine {ANOTHER}")
         if group is None or not group.stands or order.connections != (group.rendezvous.connection,):
             raise OutOfStepError(f"this engine is not in the group that the order names {ANOTHER}")
-        if not self._paused:
+        if not self._pause.paused:
             raise EngineError("an engine whose weights are overwritten in place must be paused for that")
         self._record.see(order.epoch)
         update: _Update | None = None
@@ -325,6 +320,8 @@ class NCCLWorkers:
             return
         self._labels, self._ranks = frozenset({label}), None
         self._record.instance = uuid.uuid4().hex
+        # The pause that is noted may have been the old process's.
+        self._pause.paused = self._pause.paused and await asked("is_sleeping", self._client.is_sleeping())
         if self._group is not None and self._group.watch is not None:
             self._group.watch.close()
         self._plan, self._loaded, self._group = None, None, None

@@ -17,6 +17,7 @@ from asyncsync.engines.base import EngineReceipt
 from asyncsync.engines.host_store import HostStore
 from asyncsync.engines.receiving import Receiver
 from asyncsync.engines.record import WeightRecord, all_names
+from asyncsync.engines.vllm.pauses import PauseNote
 from asyncsync.errors import OutOfStepError
 from asyncsync.messages import Contacts, EngineStatus, Layout, Policy, Rendezvous, UpdateOrder
 from asyncsync.threads import WorkerThread
@@ -45,11 +46,10 @@ class WorkerRank:
         self._load_weights = load
         self._device = device
         self._prefix_caching = prefix_caching
-        self._paused = False  # by an update, as far as is known here
-        self._paused_for = 0  # the epoch of the newest that has
         self._address = "127.0.0.1"
         self._worker = WorkerThread("asyncsync-receiver")
         self._record = WeightRecord()
+        self._pause = PauseNote(self._record)
         self._receiver = Receiver(self._record, self._worker, lambda: self._address)
         self._loading = threading.Lock()
         self._layout: tuple[Plan, bool] | None = None
@@ -72,27 +72,16 @@ class WorkerRank:
             connections=self._receiver.connections,
             plan_digest=self._layout[0].digest if self._layout else None,
             partial=self._layout is not None and self._layout[1],
-            paused=self._paused,
+            paused=self._pause.paused,
         )
 
     async def note_pause(self, epoch: int, paused: bool) -> None:
-        """Note that an update pauses the engine now, or has resumed it: who comes later must be able to tell.
-
-        Raises:
-            OutOfStepError: A newer update has been here. vLLM's own calls know no epochs, so this one is asked first.
-        """
-        self._record.see(epoch)
-        self._paused = paused
-        self._paused_for = epoch
+        """See :class:`~asyncsync.engines.vllm.engine.Workers`. Noted here: who comes later must be able to tell."""
+        self._pause.note(epoch, paused)
 
     async def check_pause(self, epoch: int) -> None:
-        """See whether the pause is still an update's own.
-
-        Raises:
-            OutOfStepError: A newer one has paused the engine since, and will resume it.
-        """
-        if self._paused_for > epoch:
-            raise OutOfStepError(f"epoch {self._paused_for} has paused this engine since epoch {epoch} did")
+        """See :class:`~asyncsync.engines.vllm.engine.Workers`."""
+        self._pause.check(epoch)
 
     async def accept_layout(self, layout: Layout) -> None:
         """See :meth:`asyncsync.RolloutEngine.accept_layout`."""

@@ -55,15 +55,15 @@ class Session:
         """Whether vLLM has answered the last call that waits for others."""
         return self._call is None or self._call.done()
 
-    async def ask(self, what: str, call: Awaitable[None]) -> None:
+    async def ask(self, call: Awaitable[None]) -> None:
         """Await a call that waits for others. It cannot be taken back: given up here, it goes on at the engine."""
-        self._call = asyncio.ensure_future(asked(what, call))
+        self._call = asyncio.ensure_future(call)
         self._call.add_done_callback(self._answered)
         await asyncio.shield(self._call)
 
     async def update(self, info: Mapping[str, Any]) -> None:
         """Have the workers receive and load. If that fails in one, vLLM has ended the session."""
-        await self.ask("update_weights", self._update(info))
+        await self.ask(self._update(info))
 
     async def _update(self, info: Mapping[str, Any]) -> None:
         try:
@@ -145,7 +145,7 @@ class Session:
         for tries_left in reversed(range(ranks)):
             try:
                 async with asyncio.timeout(CALL_TIMEOUT):
-                    await self.ask("shutdown_weight_transfer_engine", self._client.end_transfer())
+                    await self.ask(asked("shutdown_weight_transfer_engine", self._client.end_transfer()))
                 self.unheard = False
                 return
             except EngineError:
