@@ -16,10 +16,10 @@ from torch import Tensor
 
 import asyncsync
 from asyncsync import EngineState, WeightSynchronizer
-from asyncsync.engines import channel
+from asyncsync.engines import channel, http
 from asyncsync.engines.base import EngineReceipt
 from asyncsync.engines.channel import Exchange, Hello, Line, answer_calls
-from asyncsync.engines.vllm import clients
+from asyncsync.engines.http import HTTPServer
 from asyncsync.engines.vllm.clients import HTTPClient, client_for
 from asyncsync.engines.vllm.lines import LinedWorkers
 from asyncsync.messages import EngineStatus, Policy, UpdateOrder
@@ -540,10 +540,8 @@ def over(handler: Callable[[Any], Any]) -> HTTPClient:
     """A client whose requests a function answers."""
     import httpx
 
-    client = HTTPClient("http://engine:8000/", api_key="secret", timeout=3)
-    headers = {"Authorization": "Bearer secret"}
-    client._http = httpx.AsyncClient(base_url=client.url, headers=headers, transport=httpx.MockTransport(handler))
-    return client
+    transport = httpx.MockTransport(handler)
+    return HTTPClient(HTTPServer("http://engine:8000/", api_key="secret", timeout=3, transport=transport))
 
 
 @pytest.mark.asyncio
@@ -607,7 +605,7 @@ async def test_a_servers_errors_are_told(status: int, body: Any, told: str) -> N
     await client.aclose()
 
 
-@pytest.mark.parametrize(("kind", "told"), [("ReadTimeout", "did not answer within 3 s"), ("ConnectError", "reached")])
+@pytest.mark.parametrize(("kind", "told"), [("ReadTimeout", "no answer in 3 s"), ("ConnectError", "planned")])
 @pytest.mark.asyncio
 async def test_a_server_that_is_not_there_is_an_engines_error(kind: str, told: str) -> None:
     import httpx
@@ -623,8 +621,8 @@ async def test_a_server_that_is_not_there_is_an_engines_error(kind: str, told: s
 
 @pytest.mark.asyncio
 async def test_a_connection_that_the_server_is_about_to_end_is_not_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert clients.KEEP_ALIVE < 5, "vLLM ends idle ones after so many seconds"
-    monkeypatch.setattr(clients, "KEEP_ALIVE", 0.05)
+    assert http.KEEP_ALIVE < 5, "vLLM ends idle ones after so many seconds"
+    monkeypatch.setattr(http, "KEEP_ALIVE", 0.05)
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
@@ -633,7 +631,7 @@ async def test_a_connection_that_the_server_is_about_to_end_is_not_used_again(mo
         writer.close()
 
     async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
-        client = HTTPClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", api_key=None, timeout=3)
+        client = client_for(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", api_key=None, timeout=3)
         await client.resume()
         await asyncio.sleep(0.2)
         await client.resume()

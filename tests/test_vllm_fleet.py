@@ -1,4 +1,4 @@
-"""Two vLLM engines in Ray actors, and a trainer in a third: what becomes of one when the other fails."""
+"""Two vLLM engines in Ray actors, a trainer in a third: the checks, and what becomes of one when the other fails."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch import nn
 
 import asyncsync
 from asyncsync import EngineState, WeightSynchronizer
-from asyncsync.testing import Probe, failed, serves
+from asyncsync.testing import CHECKS, Probe, failed, serves
 from tests.tiny_model import save_tiny, tiny_model
 from tests.vllm_engines import VLLMSubject, in_actor
 
@@ -78,6 +78,12 @@ async def worker(subject: VLLMSubject) -> psutil.Process:
     pid = await subject.actor.pid.remote()  # type: ignore[attr-defined]
     (found,) = [each for each in psutil.Process(pid).children(recursive=True) if "Worker" in each.name()]
     return found
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.asyncio(loop_scope="module")
+async def test_conformance(fleet: Fleet, check: str) -> None:
+    await CHECKS[check](fleet.one)
 
 
 @pytest.mark.asyncio(loop_scope="module")

@@ -1,4 +1,4 @@
-"""A vLLM engine in this process: what does not fit it, what it is left in, and who updates it next."""
+"""A vLLM engine in this process: the checks, what does not fit it, what it is left in, and who updates it next."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 import asyncsync
 from asyncsync import EngineState, PlanError, WeightSynchronizer
-from asyncsync.testing import failed, serves, step
+from asyncsync.testing import CHECKS, failed, serves, step
 from tests.tiny_model import VOCABULARY, save_tiny
 from tests.vllm_engines import ENVIRONMENT, VLLMSubject, ask, in_process, new_llm
 
@@ -41,6 +41,12 @@ async def refused(subject: VLLMSubject, weights: dict[str, Tensor], **options: A
         error = await failed(synchronizer.update_weights())
     assert isinstance(error, PlanError), repr(error)
     return error
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.asyncio(loop_scope="module")
+async def test_conformance(subject: VLLMSubject, check: str) -> None:
+    await CHECKS[check](subject)
 
 
 @pytest.mark.asyncio(loop_scope="module")

@@ -12,7 +12,9 @@ if TYPE_CHECKING:
     import httpx
 
 _CONNECT_TIMEOUT = 5.0  # seconds
-_KEEP_ALIVE = 1.0  # seconds; less than a server's own, lest a call be sent into a connection that it just closes
+KEEP_ALIVE = (
+    1.0  # seconds; less than a server's own (5, for vLLM), lest a call be sent into a connection that it just closes
+)
 
 
 class ServerUnreachableError(RuntimeError):
@@ -125,7 +127,7 @@ class HTTPServer:
             self._client = httpx.AsyncClient(
                 base_url=self.url,
                 headers={"Authorization": f"Bearer {self._api_key}"} if self._api_key else None,
-                limits=httpx.Limits(keepalive_expiry=_KEEP_ALIVE),
+                limits=httpx.Limits(keepalive_expiry=KEEP_ALIVE),
                 transport=self._transport,
                 trust_env=False,  # a proxy for the internet has no business between a trainer and its engines
             )

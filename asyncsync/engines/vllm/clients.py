@@ -5,28 +5,18 @@ Each offers the same few calls, under our words; the names and forms on the othe
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Awaitable, Mapping
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
-from urllib.parse import urlsplit
+from typing import Any, Literal, Protocol, TypeVar
 
 from asyncsync import cluster
 from asyncsync.engines.asked import as_engine_error
+from asyncsync.engines.http import Answer, HTTPServer, ServerUnreachableError
 from asyncsync.errors import EngineError
-
-if TYPE_CHECKING:
-    import httpx
 
 T = TypeVar("T")
 
 PauseMode = Literal["abort", "wait", "keep"]
-
-LOOPBACK = "127.0.0.1"
-
-KEEP_ALIVE = 2.0
-"""Seconds after which an idle connection is not used again: well below the server's own limit, which is 5 for vLLM,
-lest it hang up in the moment of a call."""
 
 
 class VLLMClient(Protocol):
@@ -236,51 +226,34 @@ class HTTPClient:
     """vLLM's HTTP server, started with ``VLLM_SERVER_DEV_MODE=1``.
 
     Args:
-        url: Its base address, such as ``http://host:8000``.
-        api_key: Its API key, if it wants one.
-        timeout: Seconds that one call may take.
+        server: The server.
     """
 
-    def __init__(self, url: str, *, api_key: str | None, timeout: float) -> None:
-        self.url = url.rstrip("/")
-        self._api_key = api_key
-        self._timeout = timeout
-        self._http: httpx.AsyncClient | None = None
+    def __init__(self, server: HTTPServer) -> None:
+        self._server = server
 
     def __repr__(self) -> str:
-        return self.url
+        return self._server.url
 
     def address(self) -> str:
         """See :class:`VLLMClient`: of this machine's addresses, the one from which the server is reached."""
-        parts = urlsplit(self.url)
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            try:
-                probe.connect((parts.hostname or LOOPBACK, parts.port or 80))  # of a datagram socket: nothing is sent
-            except OSError as error:
-                raise EngineError(f"{self.url} cannot be reached: {error}") from error
-            address: str = probe.getsockname()[0]
-            return address
+        try:
+            return self._server.own_address()
+        except OSError as error:
+            raise EngineError(f"{self._server.url} cannot be reached: {error}") from error
 
     async def _request(self, method: str, path: str, **options: Any) -> Any:
-        import httpx
-
-        if self._http is None:
-            headers = {"Authorization": f"Bearer {self._api_key}"} if self._api_key else {}
-            limits = httpx.Limits(keepalive_expiry=KEEP_ALIVE)
-            self._http = httpx.AsyncClient(base_url=self.url, headers=headers, timeout=self._timeout, limits=limits)
         try:
-            response = await self._http.request(method, path, **options)
-        except httpx.TimeoutException as error:
-            raise EngineError(f"{self.url}{path} did not answer within {self._timeout:.3g} s") from error
-        except httpx.HTTPError as error:
-            raise EngineError(f"{self.url}{path} cannot be reached: {error or type(error).__name__}") from error
-        if response.is_success:
-            return response.json()
+            answer = await self._server.call(method, path, **options)
+        except ServerUnreachableError as error:
+            raise EngineError(str(error)) from error
+        if 200 <= answer.status < 300:
+            return answer.body
         hint = {
             401: " (wrong api_key?)",
             404: " (was the server started with VLLM_SERVER_DEV_MODE=1?)",
-        }.get(response.status_code, "")
-        raise EngineError(f"{self.url}{path} answered {response.status_code}{hint}: {_message(response)}")
+        }.get(answer.status, "")
+        raise EngineError(f"{self._server.url}{path} answered {answer.status}{hint}: {_message(answer)}")
 
     async def _post(self, path: str, body: Any = None, **params: Any) -> Any:
         return await self._request("POST", path, json=body, params=params)
@@ -340,16 +313,12 @@ class HTTPClient:
 
     async def aclose(self) -> None:
         """See :class:`VLLMClient`."""
-        if self._http is not None:
-            http, self._http = self._http, None
-            await http.aclose()
+        await self._server.aclose()
 
 
-def _message(response: httpx.Response) -> str:
-    try:
-        return str(response.json()["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return response.text[:500]
+def _message(answer: Answer) -> str:
+    error = answer.fields.get("error")
+    return str(error["message"]) if isinstance(error, dict) and "message" in error else str(answer.body)[:500]
 
 
 async def asked(what: str, call: Awaitable[T]) -> T:
@@ -377,9 +346,10 @@ def client_for(engine: Any, *, api_key: str | None, timeout: float) -> VLLMClien
 
     Raises:
         TypeError: It is no engine of vLLM's.
+        ValueError: It is text, and not the address of a server.
     """
     if isinstance(engine, str):
-        return HTTPClient(engine, api_key=api_key, timeout=timeout)
+        return HTTPClient(HTTPServer(engine, api_key=api_key, timeout=timeout))
     if cluster.is_actor(engine) or hasattr(getattr(engine, "update_weights", None), "remote"):
         return RayClient(engine)
     missing = [name for name in RayClient.NEEDED if not callable(getattr(engine, name, None))]

@@ -110,7 +110,7 @@ class VLLMEngine:
 
     Raises:
         TypeError: The engine is none of these.
-        ValueError: The backend is neither of them.
+        ValueError: The backend is neither of them, or the address does not begin with ``http://`` or ``https://``.
     """
 
     def __init__(
