@@ -130,39 +130,48 @@ class TrainerRank:
 
     @cluster.control
     async def begin_update(self) -> bool:
+        """See :class:`Trainer`."""
         return await self._asyncsync.begin_update()
 
     @cluster.control
     async def end_update(self) -> None:
+        """See :class:`Trainer`."""
         await self._asyncsync.end_update()
 
     @cluster.control
     async def describe_weights(self, options: ReadOptions, known_digest: str | None) -> TrainerStatus:
+        """See :class:`Trainer`."""
         status = await self._asyncsync.describe_weights(options, known_digest)
         return replace(status, control_group=self.control_group is not None or not cluster.in_actor())
 
     @cluster.control
     async def open_trainer_group(self, rendezvous: Rendezvous) -> Contacts:
+        """See :class:`Trainer`."""
         return await self._asyncsync.open_trainer_group(rendezvous)
 
     @cluster.control
     async def join_trainer_group(self, connection: str, contacts: Contacts) -> None:
+        """See :class:`Trainer`."""
         await self._asyncsync.join_trainer_group(connection, contacts)
 
     @cluster.control
     async def leave_trainer_group(self, connection: str) -> None:
+        """See :class:`Trainer`."""
         await self._asyncsync.leave_trainer_group(connection)
 
     @cluster.control
     async def share_holdings(self, rank: int, holdings: tuple[Holding | None, ...]) -> tuple[int, ...]:
+        """See :class:`Trainer`."""
         return await self._asyncsync.share_holdings(rank, holdings)
 
     @cluster.control
     async def send_weights(self, order: UpdateOrder) -> SendReceipt | None:
+        """See :class:`Trainer`."""
         return await self._asyncsync.send_weights(order)
 
     @cluster.control
     async def abort_send(self, epoch: int) -> None:
+        """See :class:`Trainer`."""
         await self._asyncsync.abort_send(epoch)
 
 

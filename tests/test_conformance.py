@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -153,3 +154,12 @@ class Patient(ChainEngine):
 async def test_the_checks_find_what_is_wrong(kind: type[ChainEngine], staged: bool, check: str) -> None:
     with pytest.raises((AssertionError, ExceptionGroup)):
         await CHECKS[check](ChainSubject(staged=staged, kind=kind))
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.asyncio
+async def test_the_subject_that_is_written_down_conforms(check: str) -> None:
+    page = (Path(__file__).parent.parent / "docs" / "adapters.md").read_text()
+    namespace: dict[str, Any] = {"__name__": "docs.adapters"}
+    exec(page.split("```python\n")[1].split("```")[0], namespace)
+    await CHECKS[check](namespace["Subject"]())

@@ -111,8 +111,9 @@ class ContinuousBatch:
             raise ValueError(f"token ids must be between 0 and {self._vocabulary - 1}")
         if len(prompt) + max_new_tokens > self.capacity:
             raise ValueError(
-                f"a prompt of {len(prompt)} tokens and {max_new_tokens} new ones do not fit: the model and its cache "
-                f"have room for {self.capacity} (see num_blocks and page_size of ContinuousBatchingConfig)"
+                f"a prompt of {len(prompt)} tokens and {max_new_tokens} new ones do not fit: there is room "
+                f"for {self.capacity} (the least of the model's max_position_embeddings, and of what num_blocks and "
+                "page_size of ContinuousBatchingConfig leave)"
             )
         if unknown := set(options) - set(self._manager.logit_processor.supported_keys):
             raise ValueError(

@@ -94,47 +94,58 @@ class ModuleEngine:
 
     @cluster.control
     async def describe_engine(self) -> EngineStatus:
+        """See :meth:`asyncsync.RolloutEngine.describe_engine`."""
         status = await self._asyncsync.describe_engine()
         return replace(status, control_group=self.control_group is not None or not cluster.in_actor())
 
     @cluster.control
     async def accept_layout(self, layout: Layout) -> None:
+        """See :meth:`asyncsync.RolloutEngine.accept_layout`."""
         await self._asyncsync.accept_layout(layout)
 
     @cluster.control
     async def open_group(self, rendezvous: Rendezvous) -> Contacts:
+        """See :meth:`asyncsync.RolloutEngine.open_group`."""
         return await self._asyncsync.open_group(rendezvous)
 
     @cluster.control
     async def join_group(self, connection: str, contacts: Contacts) -> None:
+        """See :meth:`asyncsync.RolloutEngine.join_group`."""
         await self._asyncsync.join_group(connection, contacts)
 
     @cluster.control
     async def leave_group(self, connection: str) -> None:
+        """See :meth:`asyncsync.RolloutEngine.leave_group`."""
         await self._asyncsync.leave_group(connection)
 
     @cluster.control
     async def pause_generation(self, epoch: int, policy: Policy) -> None:
+        """See :meth:`asyncsync.RolloutEngine.pause_generation`."""
         await self._asyncsync.pause_generation(epoch, policy)
 
     @cluster.control
     async def receive_weights(self, order: UpdateOrder) -> EngineReceipt:
+        """See :meth:`asyncsync.RolloutEngine.receive_weights`."""
         return await self._asyncsync.receive_weights(order)
 
     @cluster.control
     async def finish_weight_update(self, order: UpdateOrder) -> None:
+        """See :meth:`asyncsync.RolloutEngine.finish_weight_update`."""
         await self._asyncsync.finish_weight_update(order)
 
     @cluster.control
     async def abort_weight_update(self, epoch: int, published: int | None) -> EngineStatus:
+        """See :meth:`asyncsync.RolloutEngine.abort_weight_update`."""
         return await self._asyncsync.abort_weight_update(epoch, published)
 
     @cluster.control
     async def resume_generation(self, epoch: int) -> None:
+        """See :meth:`asyncsync.RolloutEngine.resume_generation`."""
         await self._asyncsync.resume_generation(epoch)
 
     @cluster.control
     async def give_weights(self, order: UpdateOrder) -> EngineReceipt:
+        """See :meth:`asyncsync.GivingEngine.give_weights`."""
         return await self._asyncsync.give_weights(order)
 
 

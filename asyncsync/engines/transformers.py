@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
@@ -49,6 +49,8 @@ class _GeneratingModule(ServedModule):
         Raises:
             ValueError: It cannot.
         """
+        if isinstance(cast("object", prompt_ids), str):
+            raise ValueError("a prompt is a sequence of token ids: give the text to the tokenizer first")
         prompt = [int(token) for token in prompt_ids]
         self.batch.check(prompt, max_new_tokens, sampling)
         stop = self.batch.stop if stop_token_ids is None else stop_tokens(stop_token_ids)
@@ -103,7 +105,10 @@ class TransformersEngine(ModuleEngine):
         continuous_batching_config: Any = None,
     ) -> None:
         if not hasattr(model, "init_continuous_batching"):
-            raise ValueError(f"{type(model).__name__} is no language model of transformers, or it cannot be batched")
+            raise ValueError(
+                f"{type(model).__name__} is no language model of transformers that can be batched: "
+                "give what AutoModelForCausalLM makes"
+            )
         self.module = model
         batch = ContinuousBatch(model, generation_config, continuous_batching_config, staged=staged)
         self._asyncsync = _GeneratingModule(self, batch, staged=staged)

@@ -207,7 +207,10 @@ class _Trial:
                 ("the engine does not know", self._unknown),
                 ("differ in shape or dtype", self._unfit.values()),
                 ("fused in the engine, and only a part of it is sent", incomplete),
-                ("the trainer does not send (pass partial=True if that is meant)", missing),
+                (
+                    "the trainer does not send (meant? then partial=True; do only names differ? then name_map=…)",
+                    missing,
+                ),
             )
             if which
         ]
