@@ -624,11 +624,15 @@ async def test_a_connection_that_the_server_is_about_to_end_is_not_used_again(mo
     assert http.KEEP_ALIVE < 5, "vLLM ends idle ones after so many seconds"
     monkeypatch.setattr(http, "KEEP_ALIVE", 0.05)
 
+    serving: list[asyncio.Task[Any] | None] = []
+
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        serving.append(asyncio.current_task())
         await reader.readuntil(b"\r\n\r\n")
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
         await reader.read(1)  # another request, that comes in the moment in which it hangs up
         writer.close()
+        await writer.wait_closed()
 
     async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
         client = client_for(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", api_key=None, timeout=3)
@@ -636,6 +640,7 @@ async def test_a_connection_that_the_server_is_about_to_end_is_not_used_again(mo
         await asyncio.sleep(0.2)
         await client.resume()
         await client.aclose()
+        await asyncio.wait([task for task in serving if task is not None])
 
 
 def test_what_is_no_engine_of_vllms_is_refused() -> None:
