@@ -102,7 +102,7 @@ def bind(module: nn.Module, layout: Layout) -> Binding:
     refuse("the engine does not know", sent - held.keys())
     if not layout.partial:
         refuse(
-            "the trainer does not send (meant? then partial=True; do only names differ? then name_map=…)",
+            "the trainer does not send (pass partial=True if that is meant, name_map=… if only names differ)",
             {name for name in held.keys() - sent if _memory(held[name].tensor) not in memory},
         )
     differences = _differences(plan, held)

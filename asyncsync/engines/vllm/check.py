@@ -208,7 +208,7 @@ class _Trial:
                 ("differ in shape or dtype", self._unfit.values()),
                 ("fused in the engine, and only a part of it is sent", incomplete),
                 (
-                    "the trainer does not send (meant? then partial=True; do only names differ? then name_map=…)",
+                    "the trainer does not send (pass partial=True if that is meant, name_map=… if only names differ)",
                     missing,
                 ),
             )
