@@ -17,8 +17,8 @@ import asyncsync
 from asyncsync import ConnectError, EngineState, PlanError, TransferError, WeightSynchronizer
 from asyncsync.buckets import plan_buckets
 from asyncsync.engines.vllm.clients import RayClient, client_for
-from asyncsync.messages import Rendezvous
-from asyncsync.testing import CHECKS, failed, step
+from asyncsync.messages import Rendezvous, UpdateOrder
+from asyncsync.testing import CHECKS, Probe, failed, step
 from asyncsync.transports.pynccl import STORE, PyNcclJoining
 from asyncsync.weights import WeightSource
 from tests.chain import Chain, continued
@@ -91,7 +91,7 @@ async def test_an_update_is_one_session_and_one_call_and_one_broadcast_a_bucket(
 
 
 class Mixed(nn.Module):
-    """Dtypes by turns, a scalar, nothing at all, and two names for one."""
+    """Dtypes by turns, a scalar, nothing at all, what does not lie in order, and two names for one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,6 +100,7 @@ class Mixed(nn.Module):
             for number, shape in enumerate(shapes):
                 self.register_buffer(f"tensor_{index}_{number}", (torch.randn(shape) * 9).to(dtype))
         self.tied = self.tensor_0_0
+        self.register_buffer("strided", torch.randn(4, 6).t()[1:, ::2])
 
 
 @pytest.mark.asyncio
@@ -215,17 +216,34 @@ async def test_vllm_never_waits_for_a_bucket_that_its_trainer_has_not_begun_to_s
         assert await serves(llm, model)
 
 
+class Receiving(Probe):
+    """Tells when it receives no more."""
+
+    def __init__(self, engine: asyncsync.VLLMEngine) -> None:
+        super().__init__(engine)
+        self.given_up = asyncio.Event()
+
+    async def receive_weights(self, order: UpdateOrder) -> asyncsync.EngineReceipt:
+        try:
+            return await super().receive_weights(order)
+        finally:
+            self.given_up.set()
+
+
 @pytest.mark.asyncio
 async def test_a_trainer_that_stalls_is_given_up_in_time(nccl: None) -> None:
     llm, model = FakeNCCLLLM(), Chain(1)
     weights = Told(model, "output")
     weights.go.set()
-    async with connected(weights, llm, timeout=1.5) as synchronizer:
+    engine = Receiving(asyncsync.VLLMEngine(llm, backend="nccl"))
+    async with WeightSynchronizer(weights, [engine], bucket_size=SIZE, timeout=1.5) as synchronizer:
         await synchronizer.update_weights()
         weights.go.clear()
+        engine.given_up.clear()
         update = asyncio.create_task(failed(synchronizer.update_weights()))
         assert await asyncio.to_thread(weights.reached.wait, 10)
-        asyncio.get_running_loop().call_later(3, weights.go.set)  # gathering is the user's own, and not interrupted
+        await engine.given_up.wait()
+        weights.go.set()  # gathering is the user's own, and not interrupted
         error = await update
         assert isinstance(error, TimeoutError | TransferError), repr(error)
         await synchronizer.update_weights()

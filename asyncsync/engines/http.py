@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     import httpx
 
 _CONNECT_TIMEOUT = 5.0  # seconds
-KEEP_ALIVE = (
-    1.0  # seconds; less than a server's own (5, for vLLM), lest a call be sent into a connection that it just closes
-)
+KEEP_ALIVE = 1.0
+"""Seconds after which an idle connection is not used again: less than a server's own limit (vLLM's is 5), lest it hang
+up in the moment of a call."""
 
 
 class ServerUnreachableError(RuntimeError):
