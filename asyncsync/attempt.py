@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from asyncsync.buckets import joint_digest
 from asyncsync.clock import UpdateClock
-from asyncsync.errors import WeightUpdateError
+from asyncsync.errors import WeightUpdateError, WeightUpdateTimeoutError
 from asyncsync.fleet import Fleet, Member
 from asyncsync.messages import EngineStatus, SendReceipt, UpdateOrder
 from asyncsync.report import EngineOutcome, EngineState, WeightUpdate
@@ -46,9 +46,12 @@ class Attempt:
         sent: What each source sent, once every engine has confirmed it.
         digests: What each engine received, as it says.
         instances: Which process or object each engine was when it began.
-        lost: Errors of ends that are gone.
+        lost: Engines that are gone, each with its error.
+        received: How many buckets each engine has received, and of how many, once it was asked.
+        lost_sources: Errors of sources that are gone.
         replaced: Whether an engine turned out to be another process than it was.
-        switched: Whether an engine serves the new version, though the update failed.
+        finishing: Whether engines were told to switch to the new version.
+        switched: Whether one has, as far as is known.
         undone: Whether both ends were told that it has failed.
         outcomes: What became of each engine so far.
     """
@@ -66,8 +69,11 @@ class Attempt:
         self.sent: Sequence[SendReceipt] = ()
         self.digests: dict[Member, str] = {}
         self.undone = False
-        self.lost: list[Exception] = []
+        self.lost: dict[Member, Exception] = {}
+        self.received: dict[Member, tuple[int, int]] = {}
+        self.lost_sources: list[Exception] = []
         self.replaced = False
+        self.finishing = False
         self.switched = False
         self.instances = {member: status.instance for member, status in engines.items()}
         self.outcomes = {
@@ -115,6 +121,18 @@ class Attempt:
             elif outcome.state is not EngineState.UNCHANGED:
                 member.weight_version = None
 
+    @property
+    def slowest(self) -> Sequence[Member]:
+        """The engines that had received the least, if others had received more: those may have waited for them."""
+        least = min(self.received.values(), default=None)
+        slow = [member for member, received in self.received.items() if received == least]
+        return slow if len(slow) < len(self.received) == len(self.fleet.members) else []
+
+    def reached_all_but(self, members: Collection[Member]) -> bool:
+        """Whether the new version is out, and in all engines but these; at least one has it."""
+        others = [outcome for member, outcome in self.outcomes.items() if member not in members]
+        return self.switched and bool(others) and all(each.state is EngineState.UPDATED for each in others)
+
     def may_serve(self, member: Member) -> bool:
         """Whether an engine holds whole weights, as far as is known."""
         return self.outcomes[member].state in (EngineState.UPDATED, EngineState.UNCHANGED)
@@ -129,6 +147,10 @@ class Attempt:
         for outcome in error.outcomes:
             if outcome.error is not None and outcome.error not in str(error):
                 error.add_note(f"{outcome.engine} is {outcome.state}: {outcome.error}")
+        if isinstance(error, WeightUpdateTimeoutError) and error.phase == "transfer":
+            for member, (arrived, buckets) in self.received.items():
+                how_far = f"received {arrived} of {buckets} buckets" if arrived >= 0 else "not begun to receive"
+                error.add_note(f"{member.name} had {how_far}")
 
     def report(self, clock: UpdateClock) -> WeightUpdate:
         """The result of an update that succeeded."""

@@ -75,7 +75,8 @@ class UpdateClock:
             late = WeightUpdateTimeoutError(
                 f"{name} took longer than the {limit:.3g} s it may (update timeout {self.timeout:.3g} s)"
                 + (f": no answer from {', '.join(self._silent)}" if self._silent else "")
-                + HINTS.get(name, "")
+                + HINTS.get(name, ""),
+                silent=self._silent,
             )
             late.phase = name
             raise late

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from asyncsync.report import EngineOutcome
+    from asyncsync.report import EngineOutcome, WeightUpdate
 
 
 class AsyncSyncError(Exception):
@@ -65,6 +65,7 @@ class WeightUpdateError(AsyncSyncError):
         weight_version: The version the update was to publish.
         phase: The phase of the transaction that failed (``"connect"``, ``"transfer"``, …).
         outcomes: One :class:`asyncsync.EngineOutcome` per engine: who holds what now.
+        update: What was brought to the other engines, and published, if only some have failed; else None.
     """
 
     def __init__(self, message: str) -> None:
@@ -72,6 +73,7 @@ class WeightUpdateError(AsyncSyncError):
         self.weight_version: int | None = None
         self.phase: str | None = None
         self.outcomes: tuple[EngineOutcome, ...] = ()
+        self.update: WeightUpdate | None = None
 
 
 class MembershipError(WeightUpdateError, ValueError):
@@ -79,7 +81,15 @@ class MembershipError(WeightUpdateError, ValueError):
 
 
 class WeightUpdateTimeoutError(WeightUpdateError, TimeoutError):
-    """The update, or its phase, took longer than it may."""
+    """The update, or its phase, took longer than it may.
+
+    Attributes:
+        silent: Names of those who had not answered.
+    """
+
+    def __init__(self, message: str, *, silent: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.silent = tuple(silent)
 
 
 class ConnectError(WeightUpdateError):
@@ -98,11 +108,13 @@ class TransferError(WeightUpdateError):
 
     Attributes:
         bucket: Index of the bucket in transit, if it is known.
+        engine: Name of the engine that alone is to blame, if one is.
     """
 
-    def __init__(self, message: str, *, bucket: int | None = None) -> None:
+    def __init__(self, message: str, *, bucket: int | None = None, engine: str | None = None) -> None:
         super().__init__(message)
         self.bucket = bucket
+        self.engine = engine
 
     def named(self, name: str) -> TransferError:
         """The same error, as that of one end."""

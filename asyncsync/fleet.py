@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
+
+import anyio
 
 from asyncsync import cluster
 from asyncsync.buckets import list_names
 from asyncsync.engines.base import RolloutEngine
 from asyncsync.errors import ConnectError, EngineError, EngineErrorGroup, OutOfStepError, PlanError, TransferError
-from asyncsync.fanout import is_ours, settle
+from asyncsync.fanout import beside, is_ours, settle
 from asyncsync.messages import EngineStatus, Policy
+from asyncsync.report import EngineOutcome, EngineState
+from asyncsync.shield import CLEANUP_TIMEOUT
+
+PATIENCE = 1.0
+"""Seconds without an answer from anybody after which, once something took too long, who is silent counts as lost."""
+
+LOST_TIMEOUT = 2.0
+"""Seconds for a call to an engine that did not answer the last time."""
 
 T = TypeVar("T")
 
@@ -29,6 +39,8 @@ class Member:
     Attributes:
         weight_version: The version of this synchronizer's that it holds whole, as far as is known.
         has_answered: Whether it has answered a call; then it may keep something open for more.
+        is_lost: Whether it did not answer when an update failed. Until it does, no call to it takes longer than
+            :data:`LOST_TIMEOUT`.
     """
 
     def __init__(self, name: str, handle: Any, engine: RolloutEngine, silent: list[str]) -> None:
@@ -37,6 +49,7 @@ class Member:
         self.engine = engine
         self.weight_version: int | None = None
         self.has_answered = False
+        self.is_lost = False
         self._silent = silent
         self._calls: set[asyncio.Timeout] = set()
         self._expelled = False
@@ -47,6 +60,10 @@ class Member:
     def expel(self) -> None:
         """End every call to it, and refuse new ones: it was removed, and does not answer."""
         self._expelled = True
+        self.give_up()
+
+    def give_up(self) -> None:
+        """Have the calls to it that are running end as calls that were not answered."""
         for limit in self._calls:
             with suppress(RuntimeError):  # it is running out just now
                 limit.reschedule(asyncio.get_running_loop().time())
@@ -67,12 +84,15 @@ class Member:
         """
         if self._expelled:
             raise EngineError(f"{self.name} was removed", engine=self.name)
+        if self.is_lost:
+            timeout = LOST_TIMEOUT if timeout is None else min(timeout, LOST_TIMEOUT)
         limit = asyncio.timeout(timeout)
+        started = anyio.current_time()
         self._calls.add(limit)
         try:
             async with limit:
                 answer = await call(self.engine)
-                self.has_answered = True
+                self.has_answered, self.is_lost = True, False
                 return answer
         except OutOfStepError:
             raise
@@ -93,7 +113,8 @@ class Member:
                 self._silent.append(self.name)
                 raise
             if limit.expired():
-                why = "was removed" if self._expelled else f"did not answer within {timeout} s"
+                waited = f"{anyio.current_time() - started:.3g} s"
+                why = "was removed" if self._expelled else f"did not answer within {waited}"
                 raise EngineError(f"{self.name} {why}", engine=self.name) from error
             raise EngineError(f"{self.name} failed: {type(error).__name__}: {error}", engine=self.name) from error
         finally:
@@ -109,6 +130,37 @@ class Fleet:
 
     def __init__(self, members: Sequence[Member]) -> None:
         self.members = tuple(members)
+
+    def without(self, members: Collection[Member]) -> Fleet:
+        """The same, but for these."""
+        return Fleet([member for member in self.members if member not in members])
+
+    async def roll_call(self, patience: float | None) -> dict[Member, Exception]:
+        """Who does not answer; each with what came instead.
+
+        Args:
+            patience: Seconds without an answer from anybody, after which to give up.
+        """
+        answers = await self.each(lambda engine: engine.describe_engine(), timeout=CLEANUP_TIMEOUT, patience=patience)
+        gone: dict[Member, Exception] = {
+            member: answer for member, answer in answers.items() if isinstance(answer, EngineError)
+        }
+        for member in gone:
+            member.is_lost = True
+        return gone
+
+    def outcomes(self, gone: Mapping[Member, Exception]) -> tuple[EngineOutcome, ...]:
+        """How engines are before an update has touched them, as far as is known.
+
+        Args:
+            gone: Those who do not answer.
+        """
+        return tuple(
+            EngineOutcome(engine=member.name, state=EngineState.LOST, error=str(gone[member]))
+            if member in gone
+            else EngineOutcome(engine=member.name, state=EngineState.UNCHANGED, weight_version=member.weight_version)
+            for member in self.members
+        )
 
     async def all(
         self,
@@ -136,6 +188,7 @@ class Fleet:
         *,
         members: Sequence[Member] | None = None,
         timeout: float | None = None,
+        patience: float | None = None,
     ) -> dict[Member, T | Exception]:
         """Call every engine, wait for all of them, and give each one's result or error.
 
@@ -143,9 +196,14 @@ class Fleet:
             call: What to call.
             members: Which engines; all of them if None.
             timeout: Seconds that each may take, whatever the others do.
+            patience: Seconds after which those are given up that have not answered, and nobody else has meanwhile.
         """
         chosen = self.members if members is None else members
-        return await settle({member: member.call(call, timeout) for member in chosen})
+        calls = {member: asyncio.ensure_future(member.call(call, timeout)) for member in chosen}
+        if patience is None:
+            return await settle(calls)
+        async with beside(lambda: _hurry(calls, patience)):
+            return await settle(calls)
 
     async def describe(self, policy: Policy, timeout: float | None = None) -> dict[Member, EngineStatus]:
         """Ask every engine how it is.
@@ -184,6 +242,17 @@ class Fleet:
         return statuses
 
 
+async def _hurry(calls: Mapping[Member, asyncio.Future[Any]], patience: float) -> None:
+    waiting = set(calls.values())
+    while waiting:
+        ended, waiting = await asyncio.wait(waiting, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
+        if not ended:
+            for member, call in calls.items():
+                if call in waiting:
+                    member.give_up()
+            return
+
+
 def combine_errors(errors: Sequence[Exception]) -> Exception:
     """One error of several engines: itself if it is the only one, a PlanError if all are, else a group.
 
@@ -196,4 +265,9 @@ def combine_errors(errors: Sequence[Exception]) -> Exception:
     if len(plans) == len(errors):
         names = sorted({name for error in plans for name in error.names})
         return PlanError(" | ".join(str(error) for error in plans), names=names)
-    return EngineErrorGroup(f"{len(errors)} engines failed", list(errors))
+    return group_errors(errors)
+
+
+def group_errors(errors: Sequence[Exception]) -> EngineErrorGroup:
+    """Several engines' errors as one, whose text has those of all."""
+    return EngineErrorGroup(f"{len(errors)} engines failed: {' | '.join(map(str, errors))}", list(errors))

@@ -173,6 +173,8 @@ class EngineStatus:
         weight_version: The version it serves; None before the first, and while tainted.
         newest_version: The newest it has ever served, tainted or not.
         tainted: Why it must not serve, or None.
+        received: How many buckets of the update that ended last had arrived, and of how many, where it knows; -1: it
+            had not begun to receive.
         connections: The groups it is in.
         plan_digest: The layout it has accepted, if any.
         partial: Whether it accepted that as a partial one.
@@ -198,6 +200,7 @@ class EngineStatus:
     weight_version: int | None = None
     newest_version: int = 0
     tainted: str | None = None
+    received: tuple[int, int] | None = None
     connections: tuple[str, ...] = ()
     plan_digest: str | None = None
     partial: bool = False

@@ -14,6 +14,7 @@ import logging
 import math
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal, Self, cast, get_args
 
@@ -40,8 +41,9 @@ from asyncsync.errors import (
     WeightUpdateError,
     WeightUpdateTimeoutError,
 )
-from asyncsync.fleet import Fleet, Member, combine_errors
+from asyncsync.fleet import PATIENCE, Fleet, Member, combine_errors
 from asyncsync.lock import RolloutLock
+from asyncsync.losses import LateCalls, Losses
 from asyncsync.membership import Engines, Membership
 from asyncsync.messages import Backend, EngineStatus, NameMap, Policy, ReadOptions
 from asyncsync.report import WeightUpdate
@@ -58,11 +60,15 @@ DEFAULT_TIMEOUT = 600.0
 DESCRIBE_TIMEOUT = 60.0
 """Seconds, at the most, that an engine which is to join may take to answer at all."""
 
-MAX_ATTEMPTS = 4
+MAX_LEAVINGS = 3
 """How many times an update may be tried because engines have left meanwhile."""
 
 PING_TIMEOUT = 2.0
 """Seconds within which an engine that is being removed must answer, not to be taken for dead."""
+
+OnEngineFailure = Literal["raise", "drop", "abort"]
+"""What an update does when an engine fails: the others get it and an error is raised; the others get it and the engine
+is let go; or nobody gets it."""
 
 _log = logging.getLogger("asyncsync")
 
@@ -107,6 +113,11 @@ class WeightSynchronizer:
             their cache is computed anew under the new weights. ``"continue"``: they go on over the old cache. With the
             last two an update never waits for who is in :meth:`generation`. An engine that cannot do it is refused when
             it is connected.
+        on_engine_failure: What an update does when an engine fails, dies, or does not answer in time, and others do
+            not. ``"raise"``: the others get the whole update, inside the same call and deadline; then an error with the
+            outcomes is raised. The next update tries that engine again. ``"drop"``: the others get it, and the engine
+            is removed; the report says so. ``"abort"``: all or none: staged engines keep the version that they serve,
+            and an error is raised. (One that fails after others have switched to the new version fails alone.)
         lock: The lock that generation and updates share, if others are to use it too; a lock of its own if None.
             Synchronizers that update the same engines must share one: they take turns.
 
@@ -129,6 +140,7 @@ class WeightSynchronizer:
         timeout: float = DEFAULT_TIMEOUT,
         offload: bool | None = None,
         policy: Policy = "drain",
+        on_engine_failure: OnEngineFailure = "raise",
         lock: RolloutLock | SharedRolloutLock | None = None,
     ) -> None:
         _refuse_kind("bucket_size", bucket_size, int, "a number of bytes")
@@ -149,6 +161,10 @@ class WeightSynchronizer:
             raise ValueError(f'backend must be "auto", "gloo" or "nccl", not {backend!r}')
         if policy not in get_args(Policy):
             raise ValueError(f"policy must be one of {', '.join(get_args(Policy))}, not {policy!r}")
+        if on_engine_failure not in get_args(OnEngineFailure):
+            raise ValueError(
+                f"on_engine_failure must be one of {', '.join(get_args(OnEngineFailure))}, not {on_engine_failure!r}"
+            )
         if name_map is not None and not callable(name_map):
             raise TypeError(f"name_map must be a function from name to name, not {type(name_map).__name__}")
         self._membership = Membership(engines, initial_version=initial_version)
@@ -158,6 +174,8 @@ class WeightSynchronizer:
         self._version = initial_version
         self._timeout = timeout
         self._policy = policy
+        self._on_engine_failure = on_engine_failure
+        self._late = LateCalls()
         self._base_epoch: int | None = None
         self._published: Published | None = None
         self._updating: Fleet | None = None
@@ -392,6 +410,7 @@ class WeightSynchronizer:
         async with AsyncExitStack() as stack:
             with anyio.move_on_after(CLEANUP_TIMEOUT):
                 await stack.enter_async_context(self._busy)  # a connect() that is under way
+            await self._late.aclose()
             await self._connection.aclose([*self._membership.members, *self._membership.take_departed()])
         if self._own_trainer is not None:
             self._own_trainer.close()
@@ -401,13 +420,16 @@ class WeightSynchronizer:
     async def _update(self) -> WeightUpdate:
         self._interrupt_catching_up()
         async with self._turn() as clock, self._trainer_ready(clock):
-            attempts = 0
+            losses, leavings = Losses(), 0
             while True:
-                attempts += 1
-                fleet = self._updating = await self._reconcile(clock)
+                fleet = self._updating = (await self._reconcile(clock)).without(losses.errors)
+                losses.forget([member for member in losses.errors if member not in self._membership])
+                if not fleet.members:
+                    raise losses.error()
                 in_step = self._connection.in_step(fleet)
                 try:
-                    return await self._try(clock, fleet)
+                    update = await self._try(clock, fleet, losses)
+                    break
                 except LockError as error:
                     raise WeightUpdateError(f"the lock that updates share was lost: {error}") from error
                 except OutOfStepError as error:
@@ -415,12 +437,31 @@ class WeightSynchronizer:
                         raise
                     _log.info("asking everyone anew: %s", error)
                 except (WeightUpdateError, PlanError) as error:
-                    may_go_on = attempts < MAX_ATTEMPTS and clock.remaining > 0.0
-                    if not may_go_on or not await self._have_some_left(fleet, clock):
-                        raise
-                    _log.warning("once more without those who left meanwhile: %s", error)
+                    if clock.remaining > 0.0 and leavings < MAX_LEAVINGS and await self._have_some_left(fleet, clock):
+                        leavings += 1
+                        _log.warning("once more without those who left meanwhile: %s", error)
+                    elif clock.remaining > 0.0 and losses.leave_some(fleet):
+                        _log.warning("once more without those who failed: %s", error)
+                    else:
+                        ended = losses.explain(error, fleet)
+                        if ended is error:
+                            raise
+                        raise ended from error
                 finally:
                     self._updating = None
+            return self._conclude(update, losses)
+
+    def _conclude(self, update: WeightUpdate, losses: Losses) -> WeightUpdate:
+        """An update that reached whom it could: what is said of the others."""
+        losses.forget([member for member in losses.errors if member not in self._membership])
+        if losses.errors and self._on_engine_failure != "drop":
+            raise losses.error(update)
+        for member in losses.errors:
+            _log.warning("%s was let go: %s", member.name, losses.errors[member])
+            self._membership.discard(member)
+            if member.is_lost:
+                member.expel()
+        return replace(update, outcomes=losses.merge(update.outcomes))
 
     def _interrupt_catching_up(self) -> None:
         if self._catching_up is not None:
@@ -486,37 +527,74 @@ class WeightSynchronizer:
             _log.warning("after a failed update: %s", error)
         return any(member not in self._membership for member in fleet.members)
 
-    async def _try(self, clock: UpdateClock, fleet: Fleet) -> WeightUpdate:
+    async def _try(self, clock: UpdateClock, fleet: Fleet, losses: Losses) -> WeightUpdate:
+        """One attempt, with these engines; if it fails, ``losses`` has whose failure it was."""
         in_step = self._connection.in_step(fleet)
         try:
-            orders, engines = await self._agree(clock, fleet)
-            attempt = Attempt(orders, engines)
+            attempt = Attempt(*await self._agree(clock, fleet, losses))
             try:
-                await Transaction(attempt, clock, self._sources, self._lock, self._publish).run()
-            except WeightUpdateError as error:
-                attempt.explain(error, clock)
-                if isinstance(error, TransferError) and attempt.replaced and in_step and not attempt.switched:
-                    raise OutOfStepError(f"an engine was restarted since the last update: {error}") from error
-                if isinstance(error, TransferError) and attempt.lost:
-                    # An end's connection was heard to break before the end itself was missed.
-                    lost = [each for each in attempt.lost if isinstance(each, TrainerError)] or attempt.lost
-                    gone = cast("WeightUpdateError", combine_errors(lost))
-                    gone.phase = error.phase
-                    attempt.explain(gone, clock)
-                    raise gone from error
-                raise
+                await self._transaction(attempt, clock, losses).run()
+            except WeightUpdateError as failure:
+                error = self._explained(failure, attempt, clock, in_step=in_step)
+                if not isinstance(error, OutOfStepError) and (attempt.switched or self._on_engine_failure != "abort"):
+                    losses.blame(error, attempt)
+                if not attempt.reached_all_but(losses.errors):
+                    raise error from (failure if error is not failure else failure.__cause__)
+                self._connection.forget()
+            else:
+                self._connection.confirm(attempt.order)
             finally:
                 attempt.note_versions()
         except BaseException:
             self._connection.forget()
             raise
-        self._connection.confirm(attempt.order)
         update = attempt.report(clock)
         _log.info("%s", update)
         return update
 
-    async def _agree(self, clock: UpdateClock, fleet: Fleet) -> tuple[Orders, Mapping[Member, EngineStatus]]:
-        return await self._connection.agree(clock, fleet, base_epoch=self._base_epoch, version=self._version or 0)
+    def _transaction(self, attempt: Attempt, clock: UpdateClock, losses: Losses) -> Transaction:
+        return Transaction(
+            attempt,
+            clock,
+            self._sources,
+            self._lock,
+            self._publish,
+            losses=losses,
+            late=self._late,
+            all_or_nothing=self._on_engine_failure == "abort",
+        )
+
+    def _explained(
+        self, error: WeightUpdateError, attempt: Attempt, clock: UpdateClock, *, in_step: bool
+    ) -> WeightUpdateError:
+        """The error of an attempt; in place of a symptom, its cause."""
+        attempt.explain(error, clock)
+        if isinstance(error, TransferError) and attempt.replaced and in_step and not attempt.switched:
+            return OutOfStepError(f"an engine was restarted since the last update: {error}")
+        if isinstance(error, TransferError) and (lost := attempt.lost_sources or list(attempt.lost.values())):
+            # An end's connection was heard to break before the end itself was missed.
+            gone = cast("WeightUpdateError", combine_errors(lost))
+            gone.phase = error.phase
+            attempt.explain(gone, clock)
+            return gone
+        return error
+
+    async def _agree(
+        self, clock: UpdateClock, fleet: Fleet, losses: Losses | None = None
+    ) -> tuple[Orders, Mapping[Member, EngineStatus]]:
+        try:
+            return await self._connection.agree(clock, fleet, base_epoch=self._base_epoch, version=self._version or 0)
+        except WeightUpdateError as error:
+            if not isinstance(error, OutOfStepError):
+                gone: Mapping[Member, Exception] = {}
+                if clock.phase_name == "connect" and not isinstance(error, TrainerError):
+                    # In a group that is not formed, those who are there miss those who are not: who is that?
+                    late = isinstance(error, WeightUpdateTimeoutError)
+                    gone = await fleet.roll_call(PATIENCE if late else None)
+                error.outcomes = error.outcomes or fleet.outcomes(gone)
+                if losses is not None and self._on_engine_failure != "abort":
+                    losses.blame_before(error, fleet, gone)
+            raise
 
     def _publish(self, published: Published, epoch: int) -> None:
         self._version, self._published, self._base_epoch = published.version, published, epoch

@@ -17,10 +17,11 @@ from asyncsync.attempt import Attempt
 from asyncsync.catch_up import Published
 from asyncsync.clock import UpdateClock
 from asyncsync.engines.base import CheckedEngine, EngineReceipt
-from asyncsync.errors import LockTimeoutError, OutOfStepError, TransferError, WeightUpdateTimeoutError
+from asyncsync.errors import EngineError, LockTimeoutError, OutOfStepError, TransferError, WeightUpdateTimeoutError
 from asyncsync.fanout import beside, race, settle
-from asyncsync.fleet import Member, combine_errors
+from asyncsync.fleet import PATIENCE, Member, combine_errors
 from asyncsync.lock import RolloutLock
+from asyncsync.losses import LateCalls, Losses
 from asyncsync.messages import EngineStatus, Policy
 from asyncsync.report import EngineState
 from asyncsync.shared_lock import SharedRolloutLock
@@ -42,6 +43,10 @@ class Transaction:
         sources: Where the weights come from.
         lock: Who generates reads, and the commit writes.
         publish: Told the new version, and the attempt that made it, once engines serve it.
+        losses: Engines that the update goes on without.
+        late: Calls to those that do not answer.
+        all_or_nothing: Whether engines are to be paused before the first one switches, so that switching cannot wait
+            for anything any more.
     """
 
     def __init__(
@@ -51,12 +56,19 @@ class Transaction:
         sources: Sources,
         lock: RolloutLock | SharedRolloutLock,
         publish: Callable[[Published, int], None],
+        *,
+        losses: Losses,
+        late: LateCalls,
+        all_or_nothing: bool,
     ) -> None:
         self._attempt = attempt
         self._clock = clock
         self._sources = sources
         self._lock = lock
         self._publish_version = publish
+        self._losses = losses
+        self._late = late
+        self._all_or_nothing = all_or_nothing
         self._order = attempt.order
         self._policy = attempt.order.policy
 
@@ -81,7 +93,8 @@ class Transaction:
         """Whatever the policy says of those who generate, while weights change.
 
         Staged engines hold requests back by themselves as they switch. They are paused before that only where requests
-        are aborted: who holds ``generation()`` around one leaves it then, and could not while the lock is written.
+        are aborted: who holds ``generation()`` around one leaves it then, and could not while the lock is written. And
+        where all or none are to switch: the pause is what may take long, or fail.
         """
         async with AsyncExitStack() as stack:
             if self._policy == "drain":
@@ -90,7 +103,7 @@ class Transaction:
                 await stack.enter_async_context(self._resumed_after(stopped))
                 await stack.enter_async_context(self._no_readers(aborted_at=stopped))
             stack.enter_context(self._clock.measure("paused"))
-            if not self._attempt.staged or self._policy == "abort":
+            if not self._attempt.staged or self._policy == "abort" or self._all_or_nothing:
                 await stack.enter_async_context(self._paused(self._attempt.fleet.members, self._policy))
             if self._policy == "abort":
                 await stack.enter_async_context(self._no_readers(aborted_at=self._attempt.fleet.members))
@@ -112,13 +125,22 @@ class Transaction:
             for member, receipt in receipts.items():
                 if receipt.digest is not None:
                     self._attempt.digests[cast("Member", member)] = receipt.digest
-            for member, digest in self._attempt.digests.items():
-                if digest != self._attempt.digest:
-                    sent = self._attempt.digest
-                    raise TransferError(
-                        f"{member.name} received other bytes than were sent: digest {digest}, sent {sent} "
-                        "(did the trainer change its weights before the update was done?)"
-                    )
+            self._compare_digests()
+
+    def _compare_digests(self) -> None:
+        sent, received = self._attempt.digest, self._attempt.digests
+        wrong = {member: digest for member, digest in received.items() if digest != sent}
+        everyone = len(wrong) == len(received)  # then it was the trainer
+        errors = [
+            TransferError(
+                f"{member.name} received other bytes than were sent: digest {digest}, sent {sent} "
+                "(did the trainer change its weights before the update was done?)",
+                engine=None if everyone else member.name,
+            )
+            for member, digest in wrong.items()
+        ]
+        if errors:
+            raise errors[0] if everyone else combine_errors(errors)
 
     @asynccontextmanager
     async def _no_readers(self, aborted_at: Sequence[Member]) -> AsyncIterator[None]:
@@ -172,7 +194,7 @@ class Transaction:
             results = await self._attempt.fleet.each(
                 lambda engine: engine.resume_generation(self._order.epoch),
                 members=whole,
-                timeout=CLEANUP_TIMEOUT,
+                timeout=min(CLEANUP_TIMEOUT, max(self._clock.remaining, PATIENCE)),
             )
         errors = {
             member: result
@@ -181,19 +203,22 @@ class Transaction:
             if isinstance(result, Exception) and not isinstance(result, OutOfStepError)
         }
         for member, error in errors.items():
-            self._attempt.record(member, EngineState.LOST, error=error)
+            self._lose(member, error)
             _log.warning("could not resume: %s", error)
         return list(errors.values())
 
     async def _finish(self) -> None:
         """Switch every engine to the new version, and publish it, last of all (R3)."""
         with self._clock.phase("finish"):
+            self._attempt.finishing = True
             await self._attempt.fleet.all(lambda engine: engine.finish_weight_update(self._attempt.order))
         if self._attempt.orders.checks:
             with self._clock.phase("check"):
                 await self._check()
         for member in self._attempt.fleet.members:
             self._attempt.record(member, EngineState.UPDATED, weight_version=self._order.version)
+        self._attempt.switched = True
+        await self._leave_behind()
         self._publish()
 
     async def _check(self) -> None:
@@ -204,10 +229,21 @@ class Transaction:
             own = {key: sent[name] for key, name in wanted[member].items() if name in sent}
             return member.call(lambda engine: cast("CheckedEngine", engine).compare_checksums(self._order.epoch, own))
 
-        await race({member: check(member) for member in wanted})
+        results = await settle({member: check(member) for member in wanted})
         for member, keys in wanted.items():
-            if keys:  # in place of a digest, from an engine that cannot tell one
+            if isinstance(error := results[member], TransferError):
+                error.engine = member.name
+            elif error is None and keys:  # in place of a digest, from an engine that cannot tell one
                 self._attempt.digests.setdefault(member, self._attempt.digest)
+        if errors := [result for result in results.values() if isinstance(result, Exception)]:
+            raise combine_errors(errors)
+
+    async def _leave_behind(self) -> None:
+        """Before a version is out, bar the engines that do not get it: who is given it must not meet an older."""
+        if members := tuple(self._losses.errors):
+            said = await self._late.bar(members, self._order.epoch, self._order.version, PATIENCE)
+            for member, result in said.items():
+                self._losses.note(member, result)
 
     def _publish(self) -> None:
         self._attempt.note_versions()  # at once: between the two, no engine would hold the published version
@@ -220,43 +256,46 @@ class Transaction:
         """On failure, end the update at both ends and learn who holds what; shielded and bounded (R7)."""
         try:
             yield
-        except BaseException:
+        except BaseException as error:
             if not self._attempt.undone:
                 self._attempt.undone = True
-                await shielded(self._undo())
+                late = isinstance(error, WeightUpdateTimeoutError)
+                await shielded(self._undo(PATIENCE if late else CLEANUP_TIMEOUT))
             raise
 
-    async def _undo(self) -> None:
+    async def _undo(self, patience: float) -> None:
         epoch = self._order.epoch
         ends: dict[str, Any] = {
             "sources": self._sources.settle(lambda _, source: source.abort_send(epoch), CLEANUP_TIMEOUT),
             "engines": self._attempt.fleet.each(
-                lambda engine: engine.abort_weight_update(epoch, None), timeout=CLEANUP_TIMEOUT
+                lambda engine: engine.abort_weight_update(epoch, None), timeout=CLEANUP_TIMEOUT, patience=patience
             ),
         }
         results = await settle(ends)
         for result in cast("list[Exception | None]", results["sources"]):
             if isinstance(result, Exception):
                 _log.warning("could not stop the sending: %s", result)
-                self._attempt.lost.append(result)
+                self._attempt.lost_sources.append(result)
         engines = cast("dict[Member, EngineStatus | Exception]", results["engines"])
         version = self._order.version
         switched = {
             member
             for member, status in engines.items()
-            if isinstance(status, EngineStatus) and status.weight_version == version
+            if self._attempt.finishing and isinstance(status, EngineStatus) and status.weight_version == version
         }
         self._attempt.switched = bool(switched)
+        for member, status in engines.items():
+            member.is_lost = isinstance(status, Exception)
+            if isinstance(status, EngineStatus) and status.received is not None:
+                self._attempt.received[member] = status.received
         if switched:
             # Those that do not hold the new version are behind it, and must not serve.
             behind = [member for member in engines if member not in switched]
-            engines |= await self._attempt.fleet.each(
-                lambda engine: engine.abort_weight_update(epoch, version),
-                members=behind,
-                timeout=CLEANUP_TIMEOUT,
-            )
+            said = await self._late.bar(behind, epoch, version, CLEANUP_TIMEOUT)
+            engines |= {member: each for member, each in said.items() if not member.is_lost}
         self._note(engines, switched)
         if switched:  # some engines hold it whole, so it is out
+            await self._leave_behind()
             self._publish()
         # Those that are whole and paused, by a conductor that is gone as well, serve again.
         left = [
@@ -271,13 +310,19 @@ class Transaction:
     def _note(self, engines: Mapping[Member, EngineStatus | Exception], switched: Collection[Member]) -> None:
         for member, status in engines.items():
             if isinstance(status, Exception):
-                self._attempt.lost.append(status)
-                self._attempt.record(member, EngineState.LOST, error=status)
+                self._lose(member, status)
             elif status.instance != self._attempt.instances[member]:
                 self._attempt.replaced = True
-                self._attempt.record(member, EngineState.LOST, error="its process was replaced during the update")
+                why = f"{member.name} is gone: its process was replaced during the update"
+                self._lose(member, EngineError(why, engine=member.name))
+                member.is_lost = False  # the new one answers
             elif status.tainted is not None:
                 self._attempt.record(member, EngineState.TAINTED, error=status.tainted)
             else:
                 state = EngineState.UPDATED if member in switched else EngineState.UNCHANGED
                 self._attempt.record(member, state, weight_version=status.weight_version)
+
+    def _lose(self, member: Member, error: Exception) -> None:
+        member.is_lost = True
+        self._attempt.lost[member] = error
+        self._attempt.record(member, EngineState.LOST, error=error)

@@ -378,7 +378,7 @@ async def test_a_joiner_that_is_removed_meanwhile_says_so() -> None:
 
 
 async def test_after_a_failed_first_update_the_initial_version_is_still_held() -> None:
-    async with synced(count=2, initial_version=4) as (trainer, engines, synchronizer):
+    async with synced(count=2, initial_version=4, on_engine_failure="abort") as (trainer, engines, synchronizer):
         engines[1].before["receive_weights"] = failing(OSError("no"))
         with pytest.raises(EngineError):
             await synchronizer.update_weights()

@@ -129,8 +129,9 @@ async def test_a_restarted_engine_is_seen_as_new_and_brought_up_to_date(actors: 
         await synchronizer.update_weights()
         pid = await restarted.pid.remote()
         os.kill(pid, signal.SIGKILL)
-        with pytest.raises(EngineError, match="EngineActor-1 is gone"):
+        with pytest.raises(EngineError, match="EngineActor-1 is gone") as caught:
             await synchronizer.update_weights()
+        assert [outcome.state for outcome in caught.value.outcomes] == [EngineState.UPDATED, EngineState.LOST]
         while True:
             try:
                 assert await restarted.pid.remote() != pid
@@ -138,7 +139,7 @@ async def test_a_restarted_engine_is_seen_as_new_and_brought_up_to_date(actors: 
             except ray.exceptions.ActorUnavailableError:
                 continue
         update = await synchronizer.update_weights()
-        assert update.version == 2
+        assert update.version == 3
         assert "connect" in update.seconds
         assert await restarted.contents.remote() == contents(trainer)
     ray.kill(restarted)
@@ -229,7 +230,9 @@ async def test_a_control_call_that_is_overridden_runs_on_the_loop_of_the_others(
     assert groups["send_weights"] == groups["abort_send"] == "asyncsync"
 
 
-async def test_an_engine_killed_in_the_middle_of_a_transfer_is_named_and_the_other_serves_on(actors: Actors) -> None:
+async def test_an_engine_killed_in_the_middle_of_a_transfer_is_named_and_the_other_is_updated_all_the_same(
+    actors: Actors,
+) -> None:
     victim = Engine.options(max_restarts=0).remote(partial(Flat, 16, (2**22,)))
     await actors.engines[0].serve.remote(partial(Flat, 16, (2**22,)))
     trainer = Flat(16, (2**22,), fill=1.0)
@@ -243,9 +246,9 @@ async def test_an_engine_killed_in_the_middle_of_a_transfer_is_named_and_the_oth
         os.kill(pid, signal.SIGKILL)
         with pytest.raises(EngineError, match="EngineActor-1 is gone") as caught:
             await update
-        assert [outcome.state for outcome in caught.value.outcomes] == [EngineState.UNCHANGED, EngineState.LOST]
-        assert await actors.engines[0].read.remote() == before
-        assert synchronizer.weight_version == 1
+        assert [outcome.state for outcome in caught.value.outcomes] == [EngineState.UPDATED, EngineState.LOST]
+        assert await actors.engines[0].read.remote() == (2, before[1])
+        assert synchronizer.weight_version == 2
 
 
 async def test_a_class_that_was_declared_with_plain_ray_is_refused_with_the_remedy(actors: Actors) -> None:

@@ -584,7 +584,7 @@ async def test_one_failed_finish_publishes_for_those_who_switched_and_bars_the_o
 
 
 async def test_in_place_an_update_that_broke_in_the_middle_taints_and_is_repaired() -> None:
-    async with synced(staged=False) as (trainer, engines, synchronizer):
+    async with synced(staged=False, on_engine_failure="abort") as (trainer, engines, synchronizer):
         await synchronizer.update_weights()
         change(trainer)
         flip_a_bit(engines[0])
@@ -598,7 +598,7 @@ async def test_in_place_an_update_that_broke_in_the_middle_taints_and_is_repaire
 
 
 async def test_one_wrong_bit_is_caught_and_never_served() -> None:
-    async with synced() as (trainer, engines, synchronizer):
+    async with synced(on_engine_failure="abort") as (trainer, engines, synchronizer):
         await synchronizer.update_weights()
         old = contents(trainer)
         change(trainer)

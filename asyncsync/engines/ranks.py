@@ -176,6 +176,7 @@ def _join(statuses: Sequence[EngineStatus]) -> EngineStatus:
         weight_version=front.weight_version if tainted is None else None,
         newest_version=max(status.newest_version for status in statuses),
         tainted=tainted,
+        received=min((each.received for each in statuses if each.received is not None), default=None),
         connections=tuple(each for each in front.connections if all(each in status.connections for status in statuses)),
         plan_digest=front.plan_digest if agreed else None,
         partial=front.partial and agreed,

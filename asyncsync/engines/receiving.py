@@ -37,7 +37,8 @@ class Session:
         plan: How its buckets are cut.
         loader: Where they go.
         scope: Ends the receiving.
-        received: Whether all of them are there.
+        arrived: How many are there.
+        received: Whether all of them are.
         digest: Of all that was received.
         stop: Ends the wait for a bucket.
         ended: Set once nothing is received any more.
@@ -47,10 +48,16 @@ class Session:
     plan: Plan
     loader: Loader
     scope: anyio.CancelScope
+    arrived: int = 0
     received: bool = False
     digest: str = ""
     stop: threading.Event = field(default_factory=threading.Event)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def take(self, bucket: Bucket, buffer: Tensor) -> None:
+        """Take one that has arrived."""
+        self.loader.take(bucket, buffer)
+        self.arrived += 1
 
 
 class Receiver:
@@ -70,6 +77,7 @@ class Receiver:
         self, record: WeightRecord, worker: WorkerThread, address: Callable[[], str] = cluster.node_address
     ) -> None:
         self._record = record
+        record.received = 0, 0, 0
         self._worker = worker
         self._address = address
         self.seats: dict[int, Seat] = {}
@@ -148,11 +156,12 @@ class Receiver:
         session = self.session = Session(order, plan, loader(links[0].device), scope)
         try:
             with scope:
-                session.digest = await self._worker.run(receive_buckets, plan, links, session.loader, session.stop)
+                session.digest = await self._worker.run(receive_buckets, session, links)
                 session.received = True
                 return session.digest
         finally:
             session.stop.set()
+            self._record.received = order.epoch, session.arrived, len(plan.buckets)
             if not session.received:
                 # Leave the groups, and the buffers that operations may still write to.
                 self.close(links)
@@ -202,14 +211,12 @@ class Receiver:
             self._record.taint(f"update {session.order.version} was not received whole", all_names(session.plan))
 
 
-def receive_buckets(plan: Plan, links: Sequence[Link], loader: Loader, stop: threading.Event) -> str:
+def receive_buckets(session: Session, links: Sequence[Link]) -> str:
     """Take and hash every bucket, while others are on their way. Blocks.
 
     Args:
-        plan: How buckets are cut.
+        session: What is received, and where it goes; its ``stop`` ends it, from another thread.
         links: The groups they come through: one of each source, or one for all.
-        loader: Where they go.
-        stop: Ends it, from another thread.
 
     Returns:
         The digest of all.
@@ -218,6 +225,7 @@ def receive_buckets(plan: Plan, links: Sequence[Link], loader: Loader, stop: thr
         OutOfStepError: There are not as many groups as sources. Nothing was received.
         TransferError: A bucket did not arrive, or it was stopped.
     """
+    plan, loader = session.plan, session.loader
     sources = max(1, len(plan.parts))
     if len(links) not in (1, sources):
         raise OutOfStepError(f"the order names {len(links)} groups, and there are {sources} sources")
@@ -229,8 +237,8 @@ def receive_buckets(plan: Plan, links: Sequence[Link], loader: Loader, stop: thr
 
     def take_oldest() -> None:
         bucket, buffer, handle = on_the_way.popleft()
-        wait(link_of(bucket), handle, bucket, stop)
-        loader.take(bucket, buffer)
+        wait(link_of(bucket), handle, bucket, session.stop)
+        session.take(bucket, buffer)
 
     for bucket in plan.buckets:
         if len(on_the_way) == loader.in_flight:

@@ -32,6 +32,7 @@ class WeightRecord:
         ended_epoch: The newest that was committed or aborted.
         version: The version it was brought last, tainted or not.
         tainted: Why it must not serve, or None.
+        received: In which epoch buckets arrived last, how many, and of how many; None: that is not known.
     """
 
     def __init__(self, on_taint: Callable[[str], None] = lambda reason: None) -> None:
@@ -40,6 +41,7 @@ class WeightRecord:
         self.ended_epoch = 0
         self.version: int | None = None
         self.tainted: str | None = None
+        self.received: tuple[int, int, int] | None = None
         self._on_taint = on_taint
         self._torn: set[str] = set()  # tensors that are not of the same version as the others
         self._holds: dict[
@@ -56,12 +58,17 @@ class WeightRecord:
 
     def status(self, **others: Any) -> EngineStatus:
         """What this record says of the engine, and the rest as given."""
+        received: tuple[int, int] | None = None
+        if self.received is not None:
+            epoch, arrived, buckets = self.received
+            received = (arrived if epoch == self.ended_epoch else -1, buckets)
         return EngineStatus(
             instance=self.instance,
             epoch=self.epoch,
             weight_version=self.weight_version,
             newest_version=self.version or 0,
             tainted=self.tainted,
+            received=received,
             holds={layout: digest for layout, (_, digest) in self._holds.items()},
             **others,
         )

@@ -1,0 +1,233 @@
+"""Engines that an update goes on without: whose failure it was, and what is told of it in the end (R4).
+
+An update whose engine fails is undone, and done again for the others, inside the same call and deadline. Here it is
+decided whose failure an error is, and kept what became of those engines. A failure that is nobody's in particular, and
+one of the trainer, ends the update.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+
+from asyncsync.attempt import Attempt
+from asyncsync.errors import (
+    EngineError,
+    PlanError,
+    TrainerError,
+    WeightUpdateError,
+    WeightUpdateTimeoutError,
+)
+from asyncsync.fleet import Fleet, Member, group_errors
+from asyncsync.messages import EngineStatus
+from asyncsync.report import EngineOutcome, EngineState, WeightUpdate
+
+LATE_TIMEOUT = 600.0
+"""Seconds that an engine which does not answer may take to hear that it is behind."""
+
+EACH_FOR_ITSELF = ("describe", "pause", "finish", "check")
+"""Phases in which no engine waits for another: who does not answer in time is late by itself."""
+
+_log = logging.getLogger("asyncsync")
+
+
+class Losses:
+    """The engines that one update goes on without.
+
+    Attributes:
+        errors: Each of them, with what it failed with.
+    """
+
+    def __init__(self) -> None:
+        self.errors: dict[Member, Exception] = {}
+        self._outcomes: dict[Member, EngineOutcome] = {}
+        self._order: dict[str, None] = {}
+        self._forgotten: set[str] = set()
+
+    def __repr__(self) -> str:
+        return f"<Losses: {', '.join(member.name for member in self.errors) or 'none'}>"
+
+    def blame(self, error: WeightUpdateError, attempt: Attempt) -> None:
+        """Find whose failure it was that an attempt ended with."""
+        if not attempt.lost_sources:
+            found = blamed(error, attempt.fleet, attempt.lost)
+            if isinstance(error, WeightUpdateTimeoutError) and error.phase == "transfer" and not found:
+                found = dict.fromkeys(attempt.slowest, error)
+            self._add(attempt.fleet, found, attempt.outcomes)
+
+    def blame_before(self, error: WeightUpdateError, fleet: Fleet, gone: Mapping[Member, Exception]) -> None:
+        """Find whose failure it was that it never came to an attempt.
+
+        Args:
+            error: What happened.
+            fleet: The engines.
+            gone: Those who do not answer.
+        """
+        outcomes = dict(zip(fleet.members, error.outcomes, strict=True))
+        self._add(fleet, blamed(error, fleet, gone), outcomes)
+
+    def _add(self, fleet: Fleet, found: Mapping[Member, Exception], outcomes: Mapping[Member, EngineOutcome]) -> None:
+        self._order |= dict.fromkeys(member.name for member in fleet.members)
+        for member, cause in found.items():
+            self.errors[member] = cause
+            self._outcomes[member] = outcomes[member]
+
+    def forget(self, members: Iterable[Member]) -> None:
+        """Count some no more: they do not belong to the synchronizer any longer."""
+        for member in members:
+            self._forgotten.add(member.name)
+            del self.errors[member], self._outcomes[member]
+
+    def leave_some(self, fleet: Fleet) -> bool:
+        """Whether engines of a fleet are lost, and others are not."""
+        return 0 < len(fleet.without(self.errors).members) < len(fleet.members)
+
+    def note(self, member: Member, result: EngineStatus | Exception) -> None:
+        """Keep what an engine said when it was told that it is behind."""
+        if isinstance(result, Exception):
+            state, error = EngineState.LOST, str(self.errors[member])
+            member.is_lost = True
+        else:
+            state, error = EngineState.TAINTED, result.tainted or str(self.errors[member])
+        self._outcomes[member] = EngineOutcome(engine=member.name, state=state, error=error)
+
+    def merge(self, outcomes: Iterable[EngineOutcome]) -> tuple[EngineOutcome, ...]:
+        """Outcomes of an attempt, and of those that were lost before it."""
+        merged = {outcome.engine: outcome for outcome in (*outcomes, *self._outcomes.values())}
+        names = [name for name in {**self._order, **merged} if name in merged and name not in self._forgotten]
+        return tuple(merged[name] for name in names)
+
+    def explain(self, error: WeightUpdateError | PlanError, fleet: Fleet) -> WeightUpdateError | PlanError:
+        """What to raise for an update that ended with an error, of an attempt with these engines."""
+        before = [cause for member, cause in self.errors.items() if member not in fleet.members]
+        if not before:
+            return error
+        if len(fleet.without(self.errors).members) < len(fleet.members):
+            return self.error()  # the last of them have failed as well
+        for cause in before:
+            error.add_note(f"before that: {cause}")
+        if isinstance(error, WeightUpdateError):
+            error.outcomes = self.merge(error.outcomes)
+        return error
+
+    def error(self, update: WeightUpdate | None = None) -> WeightUpdateError:
+        """The error of an update that lost engines.
+
+        Args:
+            update: What was brought to the others; None: there are no others.
+        """
+        causes = self._causes
+        error = causes[0] if len(causes) == 1 else group_errors(causes)
+        assert isinstance(error, WeightUpdateError)
+        error.phase = error.phase or next((each.phase for each in causes if isinstance(each, WeightUpdateError)), None)
+        error.update = update
+        error.outcomes = self.merge(error.outcomes if update is None else update.outcomes)
+        if update is not None:
+            error.weight_version = update.version
+            updated = sum(outcome.state is EngineState.UPDATED for outcome in error.outcomes)
+            error.add_note(
+                f"version {update.version} was published: {updated} of {len(error.outcomes)} engines hold it. "
+                "The next update tries the others again; remove_engine() lets one go"
+            )
+        return error
+
+    @property
+    def _causes(self) -> list[Exception]:
+        return list({id(cause): cause for cause in self.errors.values()}.values())
+
+
+def blamed(error: WeightUpdateError, fleet: Fleet, gone: Mapping[Member, Exception]) -> Mapping[Member, Exception]:
+    """Whose failure an error is, each with what it failed with; nobody's, if it is the trainer's, or all's.
+
+    Args:
+        error: The error.
+        fleet: The engines.
+        gone: Those who do not answer any more.
+    """
+    if isinstance(error, TrainerError):
+        return {}
+    by_name = {member.name: member for member in fleet.members}
+    late = error.silent if isinstance(error, WeightUpdateTimeoutError) else ()
+    found = {member: error if member.name in late else cause for member, cause in gone.items()}
+    for each in getattr(error, "exceptions", (error,)):
+        if (member := by_name.get(getattr(each, "engine", None) or "")) is not None:
+            found[member] = each
+    if late and not found:
+        silent = {by_name[name]: error for name in late if name in by_name}
+        if error.phase in EACH_FOR_ITSELF or len(silent) < len(by_name):
+            return silent  # else each may have waited for the others
+    return found
+
+
+class LateCalls:
+    """Calls to engines that do not answer: made all the same, for an engine that was only frozen hears them first.
+
+    One an engine; the next one takes the place of the last.
+    """
+
+    def __init__(self) -> None:
+        self._calls: dict[Member, asyncio.Task[EngineStatus]] = {}
+
+    def __repr__(self) -> str:
+        return f"<LateCalls to {', '.join(member.name for member in self._calls) or 'nobody'}>"
+
+    async def bar(
+        self, members: Iterable[Member], epoch: int, version: int, patience: float
+    ) -> Mapping[Member, EngineStatus | Exception]:
+        """Tell engines that they are behind a version; those that are lost are not waited for.
+
+        Args:
+            members: The engines.
+            epoch: Of the update.
+            version: Which version others serve.
+            patience: Seconds to wait for an answer.
+
+        Returns:
+            What each has said by then: its status, or an error.
+        """
+        calls = {member: self._start(member, epoch, version) for member in members}
+        waiting = [call for member, call in calls.items() if not member.is_lost]
+        if waiting:
+            await asyncio.wait(waiting, timeout=patience)
+        await asyncio.sleep(0)
+        return {member: _result(call) for member, call in calls.items()}
+
+    def _start(self, member: Member, epoch: int, version: int) -> asyncio.Task[EngineStatus]:
+        async def tell() -> EngineStatus:
+            async with asyncio.timeout(LATE_TIMEOUT):
+                return await member.engine.abort_weight_update(epoch, version)
+
+        if (before := self._calls.get(member)) is not None:
+            before.cancel()
+        call = self._calls[member] = asyncio.create_task(tell(), name=f"asyncsync tells {member.name}")
+        call.add_done_callback(lambda _: self._ended(member, call))
+        return call
+
+    def _ended(self, member: Member, call: asyncio.Task[EngineStatus]) -> None:
+        if self._calls.get(member) is call:
+            del self._calls[member]
+        if not call.cancelled() and (error := call.exception()) is not None:
+            _log.info("%s was not told that it is behind: %r", member.name, error)
+
+    async def aclose(self) -> None:
+        """Make none of them any more."""
+        calls = list(self._calls.values())
+        for call in calls:
+            call.cancel()
+        if calls:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(1):
+                    await asyncio.wait(calls)
+
+
+def _result(call: asyncio.Task[EngineStatus]) -> EngineStatus | Exception:
+    if not call.done():
+        return EngineError("it does not answer")
+    if call.cancelled():
+        return EngineError("the call was cancelled")
+    error = call.exception()
+    if error is None:
+        return call.result()
+    return error if isinstance(error, Exception) else EngineError(repr(error))

@@ -1,0 +1,327 @@
+"""What becomes of the others when an engine fails: they get the whole update, in the same call, or nobody gets it."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from typing import Any
+
+import pytest
+
+import asyncsync
+from asyncsync import EngineError, EngineState, WeightSynchronizer
+from tests.engines import (
+    CONNECTING,
+    IN_PLACE,
+    STAGED,
+    ToldEngine,
+    change,
+    failing,
+    flip_a_bit,
+    gate_of,
+    hanging,
+    holds,
+    synced,
+    zoo,
+)
+from tests.sample import contents
+
+pytestmark = pytest.mark.asyncio
+
+BOTH = pytest.mark.parametrize("staged", [True, False], ids=["staged", "in place"])
+STEPS = [*itertools.product((*CONNECTING, *STAGED), [True]), *itertools.product((*CONNECTING, *IN_PLACE), [False])]
+
+
+def disconnect(engines: list[ToldEngine], synchronizer: WeightSynchronizer) -> None:
+    """Have the next update connect anew."""
+    synchronizer._connection.forget()
+    for engine in engines:
+        engine._asyncsync._binding = None
+        engine._asyncsync.receiver.seats[0].close()
+
+
+async def is_barred(engine: ToldEngine) -> bool:
+    """Whether an engine turns readers away."""
+    try:
+        async with engine.generating():
+            return False
+    except asyncsync.TaintedEngineError:
+        return True
+
+
+@pytest.mark.parametrize(("step", "staged"), STEPS)
+async def test_the_others_get_the_whole_update_in_the_same_call(step: str, staged: bool) -> None:
+    async with synced(staged=staged, count=3) as (trainer, engines, synchronizer):
+        await synchronizer.update_weights()
+        change(trainer)
+        if step in CONNECTING:
+            disconnect(engines, synchronizer)
+        engines[1].before[step] = failing(OSError("the disk is full"))
+        with pytest.raises(EngineError, match=r"ToldEngine-1 failed: OSError: the disk is full") as caught:
+            await synchronizer.update_weights()
+        error = caught.value
+        assert [holds(engine, trainer) for engine in engines[::2]] == [True, True]
+        assert all(gate_of(engine).is_open for engine in engines[::2])
+        assert error.weight_version == synchronizer.weight_version == 2
+        assert error.update is not None
+        assert error.update.version == 2
+        assert error.outcomes == error.update.outcomes or len(error.outcomes) == 3
+        assert [outcome.state for outcome in error.outcomes[::2]] == [EngineState.UPDATED] * 2
+        assert "version 2 was published: 2 of 3 engines hold it" in "".join(error.__notes__)
+        if step == "resume_generation":  # it holds version 2 already, but nobody resumed it
+            assert not gate_of(engines[1]).is_open
+        else:
+            assert error.outcomes[1].state is EngineState.TAINTED
+            assert await is_barred(engines[1])
+        assert synchronizer.ready_engines == (engines[0], engines[2])
+
+        assert (await synchronizer.update_weights()).version == 3
+        assert [holds(engine, trainer) for engine in engines] == [True] * 3
+        assert all(gate_of(engine).is_open for engine in engines)
+
+
+@BOTH
+async def test_nobody_is_given_the_new_version_before_the_one_left_behind_is_barred(staged: bool) -> None:
+    async with synced(staged=staged, count=2, initial_version=0) as (_, engines, synchronizer):
+        seen: list[tuple[int | None, bool]] = []
+        publish = synchronizer._publish
+
+        def published(*arguments: Any) -> None:
+            seen.append((synchronizer.weight_version, gate_of(engines[1]).is_open))
+            publish(*arguments)
+
+        synchronizer._publish = published  # type: ignore[assignment,method-assign]
+        engines[1].before["receive_weights"] = failing(OSError("no"))
+        with pytest.raises(EngineError):
+            await synchronizer.update_weights()
+        assert seen == [(0, False)]
+
+
+@BOTH
+async def test_one_wrong_bit_costs_only_the_engine_that_received_it(staged: bool) -> None:
+    async with synced(staged=staged, count=3) as (trainer, engines, synchronizer):
+        await synchronizer.update_weights()
+        change(trainer)
+        flip_a_bit(engines[0])
+        with pytest.raises(asyncsync.TransferError, match="ToldEngine-0 received other bytes") as caught:
+            await synchronizer.update_weights()
+        assert [outcome.state for outcome in caught.value.outcomes] == [
+            EngineState.TAINTED,
+            EngineState.UPDATED,
+            EngineState.UPDATED,
+        ]
+        assert [holds(engine, trainer) for engine in engines[1:]] == [True, True]
+        assert await is_barred(engines[0])
+
+
+async def test_weights_that_change_under_the_update_are_the_trainers_failure() -> None:
+    async with synced(count=2) as (_, engines, synchronizer):
+        await synchronizer.update_weights()
+        for engine in engines:
+            flip_a_bit(engine)
+        with pytest.raises(asyncsync.TransferError, match="did the trainer change its weights") as caught:
+            await synchronizer.update_weights()
+        assert (caught.value.update, synchronizer.weight_version) == (None, 1)
+        assert [outcome.state for outcome in caught.value.outcomes] == [EngineState.UNCHANGED] * 2
+
+
+async def test_engines_that_fail_one_after_the_other_are_all_told_of() -> None:
+    async with synced(count=4) as (trainer, engines, synchronizer):
+        engines[0].before["describe_engine"] = failing(OSError("first"))
+        engines[1].before["join_group"] = failing(OSError("second"))
+        engines[2].before["finish_weight_update"] = failing(OSError("third"))
+        with pytest.raises(asyncsync.EngineErrorGroup, match="3 engines failed") as caught:
+            await synchronizer.update_weights()
+        assert [str(error).split(": ")[-1] for error in caught.value.exceptions] == ["first", "second", "third"]
+        states = [outcome.state for outcome in caught.value.outcomes]
+        assert states == [EngineState.TAINTED] * 3 + [EngineState.UPDATED]
+        assert holds(engines[3], trainer)
+        assert (await synchronizer.update_weights()).version == 2
+
+
+async def test_when_the_last_engine_fails_too_nothing_is_published() -> None:
+    async with synced(count=2) as (_, engines, synchronizer):
+        engines[0].before["describe_engine"] = failing(OSError("first"))
+        engines[1].before["receive_weights"] = failing(OSError("second"))
+        with pytest.raises(asyncsync.EngineErrorGroup, match="2 engines failed") as caught:
+            await synchronizer.update_weights()
+        assert (caught.value.update, synchronizer.weight_version) == (None, None)
+        assert (await synchronizer.update_weights()).version == 1
+
+
+async def test_a_trainer_that_fails_for_the_others_is_told_of_with_the_engine_that_failed_before() -> None:
+    rank = asyncsync.TrainerRank(zoo(1))
+    engines = [ToldEngine(zoo(2)), ToldEngine(zoo(3))]
+    async with WeightSynchronizer(rank, engines) as synchronizer:
+
+        async def fail_both() -> None:
+            def broken() -> Any:
+                raise OSError("the checkpoint is gone")
+
+            rank._asyncsync._source = asyncsync.weights.WeightSource(broken)
+            raise OSError("no")
+
+        engines[1].before["receive_weights"] = fail_both
+        with pytest.raises(asyncsync.TrainerError, match="the checkpoint is gone") as caught:
+            await synchronizer.update_weights()
+        assert "before that: ToldEngine-1 failed: OSError: no" in caught.value.__notes__
+        assert len(caught.value.outcomes) == 2
+
+
+@pytest.mark.parametrize(("step", "staged"), [step for step in STEPS if step[0] != "resume_generation"])
+async def test_dropped_it_is_reported_and_removed(step: str, staged: bool) -> None:
+    async with synced(staged=staged, count=2, on_engine_failure="drop") as (trainer, engines, synchronizer):
+        await synchronizer.update_weights()
+        change(trainer)
+        if step in CONNECTING:
+            disconnect(engines, synchronizer)
+        engines[1].before[step] = failing(OSError("no"))
+        update = await synchronizer.update_weights()
+        assert [outcome.state for outcome in update.outcomes] == [EngineState.UPDATED, EngineState.TAINTED]
+        assert "1/2 engines" in str(update)
+        assert holds(engines[0], trainer)
+        assert await is_barred(engines[1])
+        calls = len(engines[1].calls)
+        assert [outcome.engine for outcome in (await synchronizer.update_weights()).outcomes] == ["ToldEngine-0"]
+        assert len(engines[1].calls) > calls  # engine 0's; they share the list
+        await synchronizer.add_engine(engines[1])
+        assert holds(engines[1], trainer)
+
+
+@pytest.mark.parametrize("step", [*CONNECTING, "pause_generation", *STAGED])
+async def test_all_or_nothing_leaves_every_staged_engine_serving_the_old_version(step: str) -> None:
+    async with synced(count=3, on_engine_failure="abort") as (trainer, engines, synchronizer):
+        await synchronizer.update_weights()
+        old = contents(trainer)
+        change(trainer)
+        if step in CONNECTING:
+            disconnect(engines, synchronizer)
+        # One that fails as it switches fails alone; but what makes that fail is mostly the pause, and that comes first.
+        engines[1].before[step] = failing(OSError("no"))
+        with pytest.raises(EngineError) as caught:
+            await synchronizer.update_weights()
+        if step == "finish_weight_update":
+            assert synchronizer.weight_version == 2
+            assert [holds(engine, trainer) for engine in engines] == [True, False, True]
+            return
+        assert (caught.value.update, synchronizer.weight_version) == (None, 1)
+        assert [outcome.state for outcome in caught.value.outcomes] == [EngineState.UNCHANGED] * 3
+        for engine in engines:
+            async with engine.generating() as version:
+                assert version == 1
+                assert contents(engine.module) == old
+        assert (await synchronizer.update_weights()).version == 2
+        assert [holds(engine, trainer) for engine in engines] == [True] * 3
+
+
+async def test_all_or_nothing_waits_for_every_generation_before_the_first_engine_switches() -> None:
+    async with synced(count=2, on_engine_failure="abort", initial_version=0) as (_, engines, synchronizer):
+        await synchronizer.connect()
+        synchronizer._timeout = 4.0
+        async with engines[1].generating():
+            with pytest.raises(asyncsync.WeightUpdateTimeoutError, match="no answer from ToldEngine-1") as caught:
+                await synchronizer.update_weights()
+        assert caught.value.phase == "pause"
+        assert [engine.weight_version for engine in engines] == [None, None]
+        assert all(gate_of(engine).is_open for engine in engines)
+
+
+TIMEOUT = 8.0
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("step", "staged"), [(step, staged) for step, staged in STEPS if step != "join_group"])
+async def test_one_that_does_not_answer_costs_the_others_a_phase(step: str, staged: bool) -> None:
+    async with synced(staged=staged, count=3) as (trainer, engines, synchronizer):
+        await synchronizer.update_weights()
+        change(trainer)
+        if step in CONNECTING:
+            disconnect(engines, synchronizer)
+        synchronizer._timeout = TIMEOUT
+        engines[1].before[step] = hanging()
+        with pytest.raises(asyncsync.WeightUpdateError, match="ToldEngine-1") as caught:
+            await synchronizer.update_weights()
+        assert synchronizer.weight_version == 2
+        assert [holds(engine, trainer) for engine in engines[::2]] == [True, True]
+        assert caught.value.update is not None
+        synchronizer._timeout = 60.0
+        engines[1].before.clear()
+        assert (await synchronizer.update_weights()).version == 3
+        assert [holds(engine, trainer) for engine in engines] == [True] * 3
+
+
+class Frozen(ToldEngine):
+    """An engine that answers nothing, from one of its calls on, until it thaws; then it hears what it was told."""
+
+    def __init__(self, module: Any, **options: Any) -> None:
+        super().__init__(module, **options)
+        self.thawed = asyncio.Event()
+        self.thawed.set()
+        self.heard: list[str] = []
+
+    def freeze_at(self, step: str) -> None:
+        async def freeze() -> None:
+            self.thawed.clear()
+            await self.thawed.wait()
+
+        self.before[step] = freeze
+
+    async def _told(self, name: str, call: Any) -> Any:
+        if not self.thawed.is_set():
+            try:
+                await self.thawed.wait()
+            except BaseException:
+                call.close()
+                raise
+        return await super()._told(name, call)
+
+    async def abort_weight_update(self, epoch: int, published: int | None) -> asyncsync.EngineStatus:
+        await self.thawed.wait()
+        self.heard.append(f"behind {published}")
+        return await super().abort_weight_update(epoch, published)
+
+
+@pytest.mark.parametrize("step", ["describe_engine", "finish_weight_update"])
+async def test_a_frozen_engine_hears_that_it_is_behind_as_soon_as_it_thaws(step: str) -> None:
+    trainer, frozen = zoo(1), Frozen(zoo(2))
+    engines = [ToldEngine(zoo(3)), frozen, ToldEngine(zoo(4))]
+    async with WeightSynchronizer(trainer, engines, timeout=60) as synchronizer:
+        await synchronizer.update_weights()
+        change(trainer)
+        if step == "describe_engine":
+            synchronizer._connection.forget()
+        synchronizer._timeout = 4.0
+        frozen.freeze_at(step)
+        with pytest.raises(asyncsync.WeightUpdateError, match="Frozen-1") as caught:
+            await synchronizer.update_weights()
+        assert [holds(engine, trainer) for engine in engines] == [True, False, True]
+        assert caught.value.outcomes[1].state is EngineState.LOST
+        assert "Frozen-1" in repr(synchronizer._late)
+        frozen.thawed.set()
+        await asyncio.wait(synchronizer._late._calls.values())
+        assert frozen.heard[-1] == "behind 2"
+        assert await is_barred(frozen)
+        synchronizer._timeout = 60.0
+        assert (await synchronizer.update_weights()).version == 3
+        assert [holds(engine, trainer) for engine in engines] == [True] * 3
+
+
+async def test_one_that_does_not_receive_is_told_from_those_who_wait_for_it_and_named_with_the_bucket() -> None:
+    async with synced(count=3, staged=False) as (trainer, engines, synchronizer):
+        await synchronizer.update_weights()
+        change(trainer)
+        synchronizer._timeout = 2.0
+        engines[2].before["receive_weights"] = hanging()
+        with pytest.raises(asyncsync.WeightUpdateTimeoutError, match="transfer took longer") as caught:
+            await synchronizer.update_weights()
+        notes = "".join(caught.value.__notes__)
+        assert "ToldEngine-2 had not begun to receive" in notes
+        assert "ToldEngine-0 had received 0 of " in notes  # gloo has it hand on what the other does not take
+        assert "ToldEngine-2" in caught.value.silent
+        assert [holds(engine, trainer) for engine in engines] == [True, True, False]
+
+
+@pytest.mark.parametrize("value", ["ignore", None, 3])
+async def test_other_ways_to_take_a_failure_are_refused(value: Any) -> None:
+    with pytest.raises(ValueError, match="on_engine_failure must be one of raise, drop, abort"):
+        WeightSynchronizer(zoo(1), [ToldEngine(zoo(2))], on_engine_failure=value)
