@@ -302,10 +302,14 @@ class Connection:
         """Have engines leave their groups; bounded, and no error if one is gone."""
 
         def leave(member: Member) -> Awaitable[None]:
-            names = [name for cohort in self._cohorts if member in cohort.engines for name in cohort.connections]
-            return self._engines_leave(names or [NO_GROUP], [member], timeout)
+            return self._engines_leave(self.groups_of(member), [member], timeout)
 
-        await settle({member: leave(member) for member in members if member.has_answered})
+        await settle({member: leave(member) for member in members if member.was_called})
+
+    def groups_of(self, member: Member) -> Sequence[str]:
+        """What an engine must leave."""
+        names = [name for cohort in self._cohorts if member in cohort.engines for name in cohort.connections]
+        return names or [NO_GROUP]
 
     async def _agreed_layout(self, sources: Sequence[TrainerStatus]) -> Layout:
         for source, status in zip(self._sources.all, sources, strict=True):
@@ -414,13 +418,18 @@ class Connection:
         await settle({index: leave(connections) for index, connections in enumerate(groups)})
 
     async def _engines_leave(self, connections: Sequence[str], members: Iterable[Member], timeout: float) -> None:
-        async def leave(engine: RolloutEngine) -> None:
-            # One by one: with all of them at once, many engines would stall the loop. The last first: it may still be
-            # waiting for others, on the thread on which those that were joined before it have to be left.
-            for connection in reversed(connections):
-                await engine.leave_group(connection)
+        def leave(engine: RolloutEngine) -> Awaitable[None]:
+            return leave_groups(engine, connections)
 
         _note((await settle({member: member.call(leave, timeout) for member in members})).values())
+
+
+async def leave_groups(engine: RolloutEngine, connections: Sequence[str]) -> None:
+    """Have an engine leave groups."""
+    # One by one: with all of them at once, many engines would stall the loop. The last first: it may still be
+    # waiting for others, on the thread on which those that were joined before it have to be left.
+    for connection in reversed(connections):
+        await engine.leave_group(connection)
 
 
 def _cohorts_of(

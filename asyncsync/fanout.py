@@ -110,7 +110,7 @@ def is_ours(error: BaseException) -> bool:
     return isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit)
 
 
-async def end(tasks: Collection[asyncio.Future[Any]]) -> None:
+async def end(tasks: Collection[asyncio.Future[Any]], timeout: float = CLEANUP_TIMEOUT) -> None:
     """Cancel tasks, wait until each has ended (bounded: one that does not let go is left), and note their errors."""
     running = [task for task in tasks if not task.done()]
     for task in running:
@@ -118,11 +118,11 @@ async def end(tasks: Collection[asyncio.Future[Any]]) -> None:
     for task in tasks:
         task.add_done_callback(_seen)
     if running:
-        await shielded(_ended(running), CLEANUP_TIMEOUT + 1)
+        await shielded(_ended(running, timeout), timeout + 1)
 
 
-async def _ended(running: Collection[asyncio.Future[Any]]) -> None:
-    await asyncio.wait(running, timeout=CLEANUP_TIMEOUT)
+async def _ended(running: Collection[asyncio.Future[Any]], timeout: float) -> None:
+    await asyncio.wait(running, timeout=timeout)
 
 
 def _seen(task: asyncio.Future[Any]) -> None:

@@ -13,7 +13,7 @@ from asyncsync import cluster
 from asyncsync.buckets import list_names
 from asyncsync.engines.base import RolloutEngine
 from asyncsync.errors import ConnectError, EngineError, EngineErrorGroup, OutOfStepError, PlanError, TransferError
-from asyncsync.fanout import beside, is_ours, settle
+from asyncsync.fanout import beside, end, is_ours, settle
 from asyncsync.messages import EngineStatus, Policy
 from asyncsync.report import EngineOutcome, EngineState
 from asyncsync.shield import CLEANUP_TIMEOUT
@@ -38,7 +38,7 @@ class Member:
 
     Attributes:
         weight_version: The version of this synchronizer's that it holds whole, as far as is known.
-        has_answered: Whether it has answered a call; then it may keep something open for more.
+        was_called: Whether it was called; then it may keep something open for more.
         is_lost: Whether it did not answer when an update failed. Until it does, no call to it takes longer than
             :data:`LOST_TIMEOUT`.
     """
@@ -48,7 +48,7 @@ class Member:
         self.handle = handle
         self.engine = engine
         self.weight_version: int | None = None
-        self.has_answered = False
+        self.was_called = False
         self.is_lost = False
         self._silent = silent
         self._calls: set[asyncio.Timeout] = set()
@@ -86,13 +86,14 @@ class Member:
             raise EngineError(f"{self.name} was removed", engine=self.name)
         if self.is_lost:
             timeout = LOST_TIMEOUT if timeout is None else min(timeout, LOST_TIMEOUT)
+        self.was_called = True
         limit = asyncio.timeout(timeout)
         started = anyio.current_time()
         self._calls.add(limit)
         try:
             async with limit:
-                answer = await call(self.engine)
-                self.has_answered, self.is_lost = True, False
+                answer = await _left_if_it_does_not_end(call(self.engine), limit)
+                self.is_lost = False
                 return answer
         except OutOfStepError:
             raise
@@ -240,6 +241,15 @@ class Fleet:
                     "declare its class with @asyncsync.remote(…) in place of @ray.remote(…)"
                 )
         return statuses
+
+
+async def _left_if_it_does_not_end(call: Awaitable[T], limit: asyncio.Timeout) -> T:
+    """Wait for a call; one that is cancelled, and does not end by that, is left to itself."""
+    task = asyncio.ensure_future(call)
+    try:
+        return await asyncio.shield(task)
+    finally:
+        await end([task], PATIENCE if limit.expired() else CLEANUP_TIMEOUT)
 
 
 async def _hurry(calls: Mapping[Member, asyncio.Future[Any]], patience: float) -> None:

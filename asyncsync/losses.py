@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from typing import Any, TypeVar
 
 from asyncsync.attempt import Attempt
+from asyncsync.engines.base import RolloutEngine
 from asyncsync.errors import (
     EngineError,
     PlanError,
@@ -20,9 +21,12 @@ from asyncsync.errors import (
     WeightUpdateError,
     WeightUpdateTimeoutError,
 )
-from asyncsync.fleet import Fleet, Member, group_errors
+from asyncsync.fanout import end
+from asyncsync.fleet import PATIENCE, Fleet, Member, group_errors
 from asyncsync.messages import EngineStatus
 from asyncsync.report import EngineOutcome, EngineState, WeightUpdate
+
+T = TypeVar("T")
 
 LATE_TIMEOUT = 600.0
 """Seconds that an engine which does not answer may take to hear that it is behind."""
@@ -164,14 +168,15 @@ def blamed(error: WeightUpdateError, fleet: Fleet, gone: Mapping[Member, Excepti
 class LateCalls:
     """Calls to engines that do not answer: made all the same, for an engine that was only frozen hears them first.
 
-    One an engine; the next one takes the place of the last.
+    One of a kind an engine; the next one takes the place of the last.
     """
 
     def __init__(self) -> None:
-        self._calls: dict[Member, asyncio.Task[EngineStatus]] = {}
+        self._calls: dict[tuple[Member, str], asyncio.Task[Any]] = {}
 
     def __repr__(self) -> str:
-        return f"<LateCalls to {', '.join(member.name for member in self._calls) or 'nobody'}>"
+        names = dict.fromkeys(member.name for member, _ in self._calls)
+        return f"<LateCalls to {', '.join(names) or 'nobody'}>"
 
     async def bar(
         self, members: Iterable[Member], epoch: int, version: int, patience: float
@@ -187,39 +192,47 @@ class LateCalls:
         Returns:
             What each has said by then: its status, or an error.
         """
-        calls = {member: self._start(member, epoch, version) for member in members}
+        calls = {
+            member: self.start(member, "is behind", lambda engine: engine.abort_weight_update(epoch, version))
+            for member in members
+        }
         waiting = [call for member, call in calls.items() if not member.is_lost]
         if waiting:
             await asyncio.wait(waiting, timeout=patience)
         await asyncio.sleep(0)
         return {member: _result(call) for member, call in calls.items()}
 
-    def _start(self, member: Member, epoch: int, version: int) -> asyncio.Task[EngineStatus]:
-        async def tell() -> EngineStatus:
+    def start(self, member: Member, what: str, call: Callable[[RolloutEngine], Awaitable[T]]) -> asyncio.Task[T]:
+        """Tell an engine something, and do not wait.
+
+        Args:
+            member: The engine; it may have been expelled.
+            what: What it is told, for the log: that it …
+            call: The call.
+        """
+
+        async def tell() -> T:
             async with asyncio.timeout(LATE_TIMEOUT):
-                return await member.engine.abort_weight_update(epoch, version)
+                return await call(member.engine)
 
-        if (before := self._calls.get(member)) is not None:
+        def ended(task: asyncio.Task[T]) -> None:
+            if self._calls.get((member, what)) is task:
+                del self._calls[member, what]
+            if not task.cancelled() and (error := task.exception()) is not None:
+                _log.info("%s was not told that it %s: %r", member.name, what, error)
+
+        if (before := self._calls.get((member, what))) is not None:
             before.cancel()
-        call = self._calls[member] = asyncio.create_task(tell(), name=f"asyncsync tells {member.name}")
-        call.add_done_callback(lambda _: self._ended(member, call))
-        return call
-
-    def _ended(self, member: Member, call: asyncio.Task[EngineStatus]) -> None:
-        if self._calls.get(member) is call:
-            del self._calls[member]
-        if not call.cancelled() and (error := call.exception()) is not None:
-            _log.info("%s was not told that it is behind: %r", member.name, error)
+        task = self._calls[member, what] = asyncio.create_task(tell(), name=f"asyncsync: {member.name} {what}")
+        task.add_done_callback(ended)
+        return task
 
     async def aclose(self) -> None:
         """Make none of them any more."""
         calls = list(self._calls.values())
-        for call in calls:
-            call.cancel()
         if calls:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(1):
-                    await asyncio.wait(calls)
+            await asyncio.wait(calls, timeout=PATIENCE)
+        await end(calls, PATIENCE)
 
 
 def _result(call: asyncio.Task[EngineStatus]) -> EngineStatus | Exception:

@@ -15,6 +15,7 @@ import math
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Self, cast, get_args
 
@@ -26,7 +27,7 @@ from asyncsync.buckets import DEFAULT_BUCKET_SIZE
 from asyncsync.catch_up import Published, catch_up, holds
 from asyncsync.clock import UpdateClock
 from asyncsync.coalesce import Coalescer
-from asyncsync.connection import BackendChoice, Connection
+from asyncsync.connection import BackendChoice, Connection, leave_groups
 from asyncsync.errors import (
     ClosedError,
     EventLoopError,
@@ -355,6 +356,7 @@ class WeightSynchronizer:
                 await member.call(lambda engine: engine.describe_engine(), PING_TIMEOUT)
             except (WeightUpdateError, PlanError) as error:
                 _log.info("%s was removed, and does not answer: %s", member.name, error)
+                member.is_lost = True
                 member.expel()
         self._interrupt_catching_up()  # it may be the one that is given to, or that gives
         if not self._closed:  # else all have left, or are leaving
@@ -362,8 +364,17 @@ class WeightSynchronizer:
                 await self._dismiss_departed()
 
     async def _dismiss_departed(self) -> None:
-        if departed := self._membership.take_departed():
+        if departed := self._take_departed():
             await shielded(self._connection.dismiss(departed, PING_TIMEOUT))
+
+    def _take_departed(self) -> list[Member]:
+        """Those who have left; who does not answer is told so without being waited for, and is none of them."""
+        departed = self._membership.take_departed()
+        for member in departed:
+            if member.is_lost:
+                groups = self._connection.groups_of(member)
+                self._late.start(member, "was let go", partial(leave_groups, connections=groups))
+        return [member for member in departed if not member.is_lost]
 
     async def _bring_up(self, member: Member, *, wait: bool) -> None:
         """Bring an engine to the published version: from another engine, or with the next update."""
@@ -410,8 +421,9 @@ class WeightSynchronizer:
         async with AsyncExitStack() as stack:
             with anyio.move_on_after(CLEANUP_TIMEOUT):
                 await stack.enter_async_context(self._busy)  # a connect() that is under way
+            departed = self._take_departed()
             await self._late.aclose()
-            await self._connection.aclose([*self._membership.members, *self._membership.take_departed()])
+            await self._connection.aclose([*self._membership.members, *departed])
         if self._own_trainer is not None:
             self._own_trainer.close()
 

@@ -31,6 +31,9 @@ from asyncsync.sources import Sources
 ABORT_INTERVAL = 0.05
 """Seconds between two rounds of aborting, while those who read the last version are to leave."""
 
+UNDO_TIMEOUT = 5 * CLEANUP_TIMEOUT
+"""Seconds for all steps of undoing an update; each of them is bounded for itself."""
+
 _log = logging.getLogger("asyncsync")
 
 
@@ -260,7 +263,10 @@ class Transaction:
             if not self._attempt.undone:
                 self._attempt.undone = True
                 late = isinstance(error, WeightUpdateTimeoutError)
-                await shielded(self._undo(PATIENCE if late else CLEANUP_TIMEOUT))
+                try:
+                    await shielded(self._undo(PATIENCE if late else CLEANUP_TIMEOUT), UNDO_TIMEOUT)
+                except TimeoutError as failure:  # must not take the place of what has failed (R7)
+                    error.add_note(f"then: {failure}")
             raise
 
     async def _undo(self, patience: float) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 import asyncsync
 from asyncsync import EngineError, EngineState, WeightSynchronizer
+from asyncsync.shield import shielded
 from tests.engines import (
     CONNECTING,
     IN_PLACE,
@@ -257,11 +258,13 @@ class Frozen(ToldEngine):
         super().__init__(module, **options)
         self.thawed = asyncio.Event()
         self.thawed.set()
+        self.frozen = asyncio.Event()
         self.heard: list[str] = []
 
     def freeze_at(self, step: str) -> None:
         async def freeze() -> None:
             self.thawed.clear()
+            self.frozen.set()
             await self.thawed.wait()
 
         self.before[step] = freeze
@@ -325,3 +328,63 @@ async def test_one_that_does_not_receive_is_told_from_those_who_wait_for_it_and_
 async def test_other_ways_to_take_a_failure_are_refused(value: Any) -> None:
     with pytest.raises(ValueError, match="on_engine_failure must be one of raise, drop, abort"):
         WeightSynchronizer(zoo(1), [ToldEngine(zoo(2))], on_engine_failure=value)
+
+
+class Stubborn(ToldEngine):
+    """An engine whose calls do not end when they are cancelled."""
+
+    async def abort_weight_update(self, epoch: int, published: int | None) -> asyncsync.EngineStatus:
+        await shielded(asyncio.Event().wait())
+        raise AssertionError
+
+
+@pytest.mark.exhaustive
+async def test_an_end_that_cannot_be_cancelled_does_not_hide_the_error_nor_hold_the_version_back() -> None:
+    trainer, stubborn = zoo(1), Stubborn(zoo(2))
+    engines = [ToldEngine(zoo(3)), stubborn]
+    async with WeightSynchronizer(trainer, engines) as synchronizer:
+        stubborn.before["finish_weight_update"] = failing(OSError("no"))
+        with pytest.raises(EngineError, match="Stubborn-1 failed: OSError: no") as caught:
+            await synchronizer.update_weights()
+        assert [outcome.state for outcome in caught.value.outcomes] == [EngineState.UPDATED, EngineState.LOST]
+        assert synchronizer.weight_version == 1
+        assert synchronizer.ready_engines == (engines[0],)
+        await synchronizer.remove_engine(stubborn)
+
+
+async def test_an_engine_that_was_called_and_never_answered_is_parted_with() -> None:
+    left: list[str] = []
+
+    class Opening(ToldEngine):
+        async def leave_group(self, connection: str) -> None:
+            left.append(connection)
+            await super().leave_group(connection)
+
+    engine = Opening(zoo(2))
+    engine.before["describe_engine"] = failing(OSError("asleep"))
+    async with WeightSynchronizer(zoo(1), [engine]) as synchronizer:
+        with pytest.raises(EngineError, match="asleep"):
+            await synchronizer.update_weights()
+    assert left == [""]
+
+
+async def test_one_that_was_removed_while_it_did_not_answer_is_let_go_as_soon_as_it_does() -> None:
+    frozen, left = Frozen(zoo(2)), asyncio.Event()
+    leave_group = frozen.leave_group
+
+    async def leave(connection: str) -> None:
+        await frozen.thawed.wait()
+        await leave_group(connection)
+        left.set()
+
+    frozen.leave_group = leave  # type: ignore[method-assign]
+    async with WeightSynchronizer(zoo(1), [ToldEngine(zoo(3)), frozen], timeout=60) as synchronizer:
+        await synchronizer.update_weights()
+        frozen.freeze_at("receive_weights")
+        update = asyncio.create_task(synchronizer.update_weights())
+        await frozen.frozen.wait()
+        await synchronizer.remove_engine(frozen)
+        assert len((await update).outcomes) == 1
+        assert not left.is_set()
+        frozen.thawed.set()
+        await left.wait()
