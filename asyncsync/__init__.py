@@ -43,7 +43,7 @@ from asyncsync.errors import (
 from asyncsync.guard import memory_saver_guard
 from asyncsync.lock import RolloutLock
 from asyncsync.messages import Contacts, EngineStatus, Layout, Policy, Rendezvous, UpdateOrder
-from asyncsync.report import EngineOutcome, EngineState, WeightUpdate
+from asyncsync.report import EngineOutcome, EngineState, EngineStatistics, SynchronizerStatistics, WeightUpdate
 from asyncsync.shared_lock import SharedRolloutLock
 from asyncsync.synchronizer import WeightSynchronizer
 from asyncsync.trainer import TrainerRank
@@ -82,6 +82,7 @@ __all__ = [
     "EngineOutcome",
     "EngineReceipt",
     "EngineState",
+    "EngineStatistics",
     "EngineStatus",
     "EventLoopError",
     "GatheredWeights",
@@ -103,6 +104,7 @@ __all__ = [
     "SGLangActor",
     "SGLangEngine",
     "SharedRolloutLock",
+    "SynchronizerStatistics",
     "TaintedEngineError",
     "TrainerError",
     "TrainerRank",

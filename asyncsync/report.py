@@ -81,6 +81,60 @@ class WeightUpdate:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStatistics:
+    """One engine, as its synchronizer knows it.
+
+    Attributes:
+        weight_version: The version it holds whole; None if it holds none, or if that is not known.
+        ready: Whether that is the published one.
+        lost: Whether it did not answer the last time.
+        updates: How many updates it has got.
+        failures: How many it has failed at, or was left out of for a failure.
+        last_error: What it failed with the last time, in words.
+    """
+
+    weight_version: int | None
+    ready: bool
+    lost: bool
+    updates: int
+    failures: int
+    last_error: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SynchronizerStatistics:
+    """A synchronizer, now and so far.
+
+    Attributes:
+        state: ``"idle"``, ``"updating"`` or ``"closed"``.
+        phase: What the update that is under way is doing; None if none is.
+        weight_version: The published version.
+        waiting: How many callers wait for an update.
+        updates: How many versions were published.
+        failed: How many updates ended with an error; those that reached some of the engines count as published, too.
+        cancelled: How many were cancelled.
+        attempts: How many attempts that took: more than updates if some were done again without engines that failed.
+        bytes: Bytes of the tensors that were sent in those that were published, once for all engines.
+        seconds: Seconds by phase, over all updates.
+        last_error: What the last update that failed ended with, in words.
+        engines: The engines, by name.
+    """
+
+    state: str
+    phase: str | None
+    weight_version: int | None
+    waiting: int
+    updates: int
+    failed: int
+    cancelled: int
+    attempts: int
+    bytes: int
+    seconds: Mapping[str, float] = field(hash=False)
+    last_error: str | None
+    engines: Mapping[str, EngineStatistics] = field(hash=False)
+
+
 def format_bytes(count: int) -> str:
     """Write a number of bytes as a person would, in decimal units: ``0.27 GB``."""
     for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):

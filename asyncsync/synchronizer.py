@@ -14,7 +14,7 @@ import logging
 import math
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Self, cast, get_args
@@ -47,10 +47,11 @@ from asyncsync.lock import RolloutLock
 from asyncsync.losses import LateCalls, Losses
 from asyncsync.membership import Engines, Membership
 from asyncsync.messages import Backend, EngineStatus, NameMap, Policy, ReadOptions
-from asyncsync.report import WeightUpdate
+from asyncsync.report import EngineStatistics, SynchronizerStatistics, WeightUpdate
 from asyncsync.shared_lock import SharedRolloutLock
 from asyncsync.shield import CLEANUP_TIMEOUT, shielded
 from asyncsync.sources import Sources
+from asyncsync.tally import Tally
 from asyncsync.trainer_group import as_sources
 from asyncsync.transaction import Transaction
 from asyncsync.weights import Weights
@@ -177,6 +178,7 @@ class WeightSynchronizer:
         self._policy = policy
         self._on_engine_failure = on_engine_failure
         self._late = LateCalls()
+        self._tally = Tally()
         self._base_epoch: int | None = None
         self._published: Published | None = None
         self._updating: Fleet | None = None
@@ -206,11 +208,41 @@ class WeightSynchronizer:
         await self.aclose()
 
     def __repr__(self) -> str:
-        state = "closed" if self._closed else "updating" if self._updates.running else "idle"
-        engines = ", ".join(member.name for member in self._membership.members)
+        phase = f" ({self._tally.clock.phase_name})" if self._tally.clock else ""
+        engines = ", ".join(f"{each.name}{' (lost)' if each.is_lost else ''}" for each in self._membership.members)
         return (
-            f"<WeightSynchronizer {state}: version {self._version}, engines {engines or 'none'}; "
+            f"<WeightSynchronizer {self._state}{phase}: version {self._version}, engines {engines or 'none'}; "
             f"{self._updates.callers} waiting for an update; {self._lock!r}>"
+        )
+
+    @property
+    def _state(self) -> str:
+        return "closed" if self._closed else "updating" if self._updates.running else "idle"
+
+    def statistics(self) -> SynchronizerStatistics:
+        """What it is doing, what it has done, and how the engines are; at any time, and at once."""
+        tally, clock = self._tally, self._tally.clock
+        return SynchronizerStatistics(
+            state=self._state,
+            phase=clock.phase_name if clock else None,
+            weight_version=self._version,
+            waiting=self._updates.callers,
+            updates=tally.updates,
+            failed=tally.failed,
+            cancelled=tally.cancelled,
+            attempts=tally.attempts,
+            bytes=tally.bytes,
+            seconds=dict(tally.seconds),
+            last_error=tally.last_error,
+            engines={
+                member.name: EngineStatistics(
+                    weight_version=member.weight_version,
+                    ready=self._is_ready(member),
+                    lost=member.is_lost,
+                    **asdict(tally.of(member.name)),
+                )
+                for member in self._membership.members
+            },
         )
 
     @property
@@ -430,6 +462,12 @@ class WeightSynchronizer:
     # -- the transaction ------------------------------------------------------------------------------------------
 
     async def _update(self) -> WeightUpdate:
+        try:
+            return await self._tally.count(self._brought_to_all)
+        finally:
+            self._tally.keep(member.name for member in self._membership.members)
+
+    async def _brought_to_all(self) -> WeightUpdate:
         self._interrupt_catching_up()
         async with self._turn() as clock, self._trainer_ready(clock):
             losses, leavings = Losses(), 0
@@ -491,7 +529,12 @@ class WeightSynchronizer:
                     await stack.enter_async_context(self._lock.updater(timeout=clock.limit("queue")))
                 except LockTimeoutError as error:
                     raise WeightUpdateTimeoutError(f"another synchronizer did not end in time: {error}") from error
-            yield clock
+            self._tally.clock = clock
+            try:
+                yield clock
+            finally:
+                self._tally.clock = None
+                self._tally.count_seconds(clock.seconds)
 
     @asynccontextmanager
     async def _trainer_ready(self, clock: UpdateClock) -> AsyncIterator[None]:
@@ -541,6 +584,7 @@ class WeightSynchronizer:
 
     async def _try(self, clock: UpdateClock, fleet: Fleet, losses: Losses) -> WeightUpdate:
         """One attempt, with these engines; if it fails, ``losses`` has whose failure it was."""
+        self._tally.attempts += 1
         in_step = self._connection.in_step(fleet)
         try:
             attempt = Attempt(*await self._agree(clock, fleet, losses))

@@ -21,7 +21,7 @@ FLOORS = (
     {"shield", "threads", "digests", "buckets", "packing", "shards", "clock", "fanout", "coalesce", "lock", "guard"},
     {"weights", "messages", "checksums", "cluster", "transports", "sending", "gathering"},
     {"engines", "rank_worker", "trainer", "trainer_group", "shared_lock"},
-    {"fleet", "membership", "sources", "attempt", "connection", "catch_up", "losses", "transaction"},
+    {"fleet", "membership", "sources", "attempt", "connection", "catch_up", "losses", "tally", "transaction"},
     {"synchronizer"},
     {"__init__"},
     {"demo", "testing"},
