@@ -130,6 +130,7 @@ async def _give(
         policy=policy,
         base_epoch=None,
         timeout=timeout,
+        lease=timeout,
     )
     given = replace(order, version=giving.weight_version or 0)  # the number that it knows them by
     done = False

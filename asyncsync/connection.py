@@ -199,6 +199,7 @@ class Connection:
             policy=self._policy,
             base_epoch=base_epoch,
             timeout=clock.limit("transfer"),
+            lease=clock.remaining,
         )
         wanted: dict[tuple[ChecksumPart, ...], str] = {}  # engines that are alike want the same, which is taken once
         checks = {

@@ -93,7 +93,15 @@ class WeightUpdateTimeoutError(WeightUpdateError, TimeoutError):
 
 
 class ConnectError(WeightUpdateError):
-    """The data plane could not be set up; nothing is left half-open, nothing was sent."""
+    """The data plane could not be set up; nothing is left half-open, nothing was sent.
+
+    Attributes:
+        engine: Name of the engine that could not join, if it was one.
+    """
+
+    def __init__(self, message: str, *, engine: str | None = None) -> None:
+        super().__init__(message)
+        self.engine = engine
 
 
 class OutOfStepError(WeightUpdateError):

@@ -104,7 +104,7 @@ class Member:
             named: Exception = (
                 PlanError(f"{self.name}: {error}", names=error.names)
                 if isinstance(error, PlanError)
-                else ConnectError(f"{self.name}: {error}")
+                else ConnectError(f"{self.name}: {error}", engine=self.name)
             )
             raise named from error
         except cluster.ActorLostError as error:

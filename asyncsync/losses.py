@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from asyncsync.attempt import Attempt
 from asyncsync.engines.base import RolloutEngine
 from asyncsync.errors import (
+    ConnectError,
     EngineError,
     PlanError,
     TrainerError,
@@ -155,6 +156,8 @@ def blamed(error: WeightUpdateError, fleet: Fleet, gone: Mapping[Member, Excepti
     by_name = {member.name: member for member in fleet.members}
     late = error.silent if isinstance(error, WeightUpdateTimeoutError) else ()
     found = {member: error if member.name in late else cause for member, cause in gone.items()}
+    if gone and isinstance(error, ConnectError):
+        return found  # who could not join missed those
     for each in getattr(error, "exceptions", (error,)):
         if (member := by_name.get(getattr(each, "engine", None) or "")) is not None:
             found[member] = each

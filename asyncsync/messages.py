@@ -8,6 +8,7 @@ replaced, changes nothing.
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -255,7 +256,8 @@ class UpdateOrder:
         plan_digest: The layout they come in; to a source, that of its own part.
         policy: What is done with requests in flight.
         base_epoch: The attempt that made the published version; "changed" is told against it.
-        timeout: Seconds after which to give it up, should the conductor be gone.
+        timeout: Seconds after which to give the transfer up, should the conductor be gone.
+        lease: Seconds after which the whole update is over: what was not taken into service by then never will be.
         shards: Common part of the names of the groups that shards come through, if any do.
         checksums: To a source: what engines want checksums of.
     """
@@ -267,6 +269,7 @@ class UpdateOrder:
     policy: Policy
     base_epoch: int | None
     timeout: float
+    lease: float = math.inf
     shards: str | None = None
     checksums: Checksums = field(default_factory=dict)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Collection, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, replace
 from functools import partial
@@ -310,6 +310,9 @@ class WeightSynchronizer:
         """Do now what the next update would do first: agree on the layout, and connect what is new.
 
         Engines that are behind (they have joined, or Ray has restarted them) are brought to the published version.
+        Where none was published yet, and no ``initial_version`` given, that is the newest that an engine holds whole in
+        this layout: so a synchronizer takes over from one whose process is gone. The weights are then those that the
+        engines hold, not the trainer's.
 
         Raises:
             PlanError: The weights cannot be sent, or do not fit an engine.
@@ -324,9 +327,12 @@ class WeightSynchronizer:
                 fleet = await self._reconcile(clock)
                 self._connection.forget()
                 _, statuses = await self._agree(clock, fleet)
+            if self._version is None:
+                self._take_over(statuses.values())
             for member, status in statuses.items():
                 if self._published is not None:
-                    member.weight_version = self._version if holds(status, self._published) else None
+                    ready = holds(status, self._published) and not status.paused
+                    member.weight_version = self._version if ready else None
         for member in fleet.members:
             await self._bring_up(member, wait=False)
 
@@ -651,6 +657,22 @@ class WeightSynchronizer:
                 if losses is not None and self._on_engine_failure != "abort":
                     losses.blame_before(error, fleet, gone)
             raise
+
+    def _take_over(self, engines: Collection[EngineStatus]) -> None:
+        """Take the newest version that engines hold whole for the published one."""
+        assert self._connection.layout is not None
+        layout = self._connection.layout.digest
+        held = {
+            (status.weight_version, status.holds[layout])
+            for status in engines
+            if status.weight_version is not None and status.tainted is None and layout in status.holds
+        }
+        version = max((version for version, _ in held), default=None)
+        digests = {digest for number, digest in held if number == version}
+        if version is not None and len(digests) == 1:
+            _log.info("taking over at version %d, which engines hold", version)
+            self._version = version
+            self._published = Published(version=version, digest=digests.pop(), plan_digest=layout)
 
     def _publish(self, published: Published, epoch: int) -> None:
         self._version, self._published, self._base_epoch = published.version, published, epoch

@@ -63,6 +63,10 @@ class EngineActor(Probe, asyncsync.ModuleEngine):
         torch.set_num_threads(1)
         super().__init__(make(), staged=staged)
 
+    async def receiving(self) -> bool:
+        """Whether it keeps what came of an update that is neither finished nor dropped."""
+        return self._asyncsync.receiver.session is not None
+
     async def serve(self, make: Callable[[], nn.Module]) -> None:
         """Serve another module from now on: as a newly started engine would."""
         asyncsync.ModuleEngine.__init__(self, make(), staged=self._asyncsync._staged)

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
+import math
 import threading
 from collections.abc import Awaitable, Callable
 
@@ -28,6 +30,8 @@ from asyncsync.packing import digest_weights
 from asyncsync.sending import OwnTensors, Sender
 from asyncsync.shield import shielded
 from asyncsync.threads import WorkerThread
+
+_log = logging.getLogger("asyncsync")
 
 
 class ServedModule:
@@ -63,6 +67,8 @@ class ServedModule:
         self._installed: dict[int, Tensor] = {}
         self._stale_cache = False
         self._paused_for: int | None = None  # the epoch of the update it is paused for
+        self._expiry: asyncio.TimerHandle | None = None
+        self._giving_up: asyncio.Task[None] | None = None
         self._binding: Binding | None = None
         self._loader: Loader | None = None
         self._sender = Sender(WorkerThread("asyncsync-hasher"))  # started only by an engine that gives
@@ -108,6 +114,7 @@ class ServedModule:
             partial=binding is not None and binding.partial,
             shards=shards,
             gives=not shards,
+            paused=self._paused_for is not None,
         )
 
     async def accept_layout(self, layout: Layout) -> None:
@@ -144,6 +151,7 @@ class ServedModule:
             # Before anything has begun: left groups would be heard at the other ends before this error is.
             raise OutOfStepError("the module's tensors were replaced since the layout was agreed on")
         plan = None if binding is None else binding.plan
+        self._expect_end(order)
         return EngineReceipt(digest=await self.receiver.receive(order, plan, self._loader_for))
 
     async def finish_weight_update(self, order: UpdateOrder) -> None:
@@ -200,6 +208,26 @@ class ServedModule:
         return EngineReceipt(digest=binding.plan.digest_of(digests))
 
     # -- what it does itself --------------------------------------------------------------------------------------
+
+    def _expect_end(self, order: UpdateOrder) -> None:
+        """Have an update be over when its lease is, should nobody say what becomes of it."""
+        if self._expiry is not None:
+            self._expiry.cancel()
+            self._expiry = None
+        if order.lease < math.inf:
+            self._expiry = asyncio.get_running_loop().call_later(order.lease, self._expire, order)
+
+    def _expire(self, order: UpdateOrder) -> None:
+        self._giving_up = asyncio.create_task(self._give_up(order))
+
+    async def _give_up(self, order: UpdateOrder) -> None:
+        session = self.receiver.session
+        if session is None or session.order is not order:
+            return
+        _log.warning("update %d was not finished in time: is its conductor gone? It is dropped", order.version)
+        await self.receiver.abort()
+        if self._staged and self._paused_for == order.epoch:
+            await self._serve(order.epoch)
 
     async def _serve(self, epoch: int) -> None:
         await self._worker.run(lambda: None)  # a load or a commit that has begun comes to its end
