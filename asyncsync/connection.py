@@ -27,7 +27,7 @@ from asyncsync.clock import UpdateClock
 from asyncsync.engines.base import CheckedEngine, RolloutEngine
 from asyncsync.errors import ConnectError, PlanError
 from asyncsync.fanout import race, settle
-from asyncsync.fleet import Fleet, Member
+from asyncsync.fleet import PATIENCE, Fleet, Member
 from asyncsync.messages import (
     Backend,
     ChecksumPart,
@@ -422,7 +422,8 @@ class Connection:
         def leave(engine: RolloutEngine) -> Awaitable[None]:
             return leave_groups(engine, connections)
 
-        _note((await settle({member: member.call(leave, timeout) for member in members})).values())
+        # Who does not answer is not waited for: the next group that it joins takes the place of this one.
+        _note((await Fleet(tuple(members)).each(leave, timeout=timeout, patience=PATIENCE)).values())
 
 
 async def leave_groups(engine: RolloutEngine, connections: Sequence[str]) -> None:

@@ -76,6 +76,7 @@ class Losses:
     def _add(self, fleet: Fleet, found: Mapping[Member, Exception], outcomes: Mapping[Member, EngineOutcome]) -> None:
         self._order |= dict.fromkeys(member.name for member in fleet.members)
         for member, cause in found.items():
+            member.is_lost |= isinstance(cause, WeightUpdateTimeoutError) and cause.phase == "describe"
             self.errors[member] = cause
             self._outcomes[member] = outcomes[member]
 

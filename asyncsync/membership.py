@@ -142,6 +142,17 @@ class Membership:
         everyone = self._members | self._joining
         return next((key for key, member in everyone.items() if member.name == name), "")
 
+    def find(self, engine: Any) -> Member:
+        """The member that an engine is.
+
+        Raises:
+            MembershipError: It is none.
+        """
+        member = self._members.get(self._key_of(engine) if isinstance(engine, str) else engine_key(engine))
+        if member is None:
+            raise MembershipError(f"{engine if isinstance(engine, str) else engine_name(engine)} is none of {self!r}")
+        return member
+
     def discard(self, member: Member) -> None:
         """Have a member leave, if it has not left."""
         if member in self or member in self._joining.values():

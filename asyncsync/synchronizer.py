@@ -47,6 +47,7 @@ from asyncsync.lock import RolloutLock
 from asyncsync.losses import LateCalls, Losses
 from asyncsync.membership import Engines, Membership
 from asyncsync.messages import Backend, EngineStatus, NameMap, Policy, ReadOptions
+from asyncsync.readers import Readers
 from asyncsync.report import EngineStatistics, SynchronizerStatistics, WeightUpdate
 from asyncsync.shared_lock import SharedRolloutLock
 from asyncsync.shield import CLEANUP_TIMEOUT, shielded
@@ -179,6 +180,7 @@ class WeightSynchronizer:
         self._on_engine_failure = on_engine_failure
         self._late = LateCalls()
         self._tally = Tally()
+        self._readers = Readers()
         self._base_epoch: int | None = None
         self._published: Published | None = None
         self._updating: Fleet | None = None
@@ -255,13 +257,14 @@ class WeightSynchronizer:
         """The engines, as they were given, that hold the published version whole, as far as is known.
 
         Give rollouts to these: an engine that has joined or was restarted, or that an update has failed at, is none of
-        them until it holds the version. Within :meth:`generation` none of them changes its weights.
+        them until it holds the version, nor is one that did not answer the last time. Within :meth:`generation` none of
+        them changes its weights.
         """
         members = self._membership.members
         return tuple(member.handle for member in members if self._is_ready(member))
 
     def _is_ready(self, member: Member) -> bool:
-        return self._version is not None and member.weight_version == self._version
+        return self._version is not None and member.weight_version == self._version and not member.is_lost
 
     async def update_weights(self) -> WeightUpdate:
         """Bring the trainer's present weights to every engine, and publish them as a new version.
@@ -285,7 +288,7 @@ class WeightSynchronizer:
         return await self._updates.request()
 
     @asynccontextmanager
-    async def generation(self, *, timeout: float | None = None) -> AsyncIterator[int]:
+    async def generation(self, engine: Any = None, *, timeout: float | None = None) -> AsyncIterator[int]:
         """Generate with a whole version: many at once, and never while an update commits.
 
         Entering waits while engines are paused; it gives the version that will be read, now, at dispatch. Under the
@@ -293,10 +296,17 @@ class WeightSynchronizer:
         this version and end on a newer one, and the engine says where it changed.
 
         Args:
+            engine: The engine that is to generate, in the form in which it was given, or its name. Then it is one that
+                holds the version; and if it turns out not to answer any more, this generation ends, in place of holding
+                the others' update off.
             timeout: Seconds to wait; the lock's own default if None.
 
         Raises:
-            NotReadyError: There is no version yet: update first, or pass ``initial_version``.
+            NotReadyError: There is no version yet: update first, or pass ``initial_version``. Or the engine does not
+                hold it (yet): choose one of :attr:`ready_engines`.
+            EngineError: The engine does not answer any more, and was given up; raised in place of the cancellation of
+                what runs inside.
+            MembershipError: The engine is none of the synchronizer's.
             LockTimeoutError: An update held generation back for longer than ``timeout``.
             ClosedError: The synchronizer was closed.
         """
@@ -304,7 +314,15 @@ class WeightSynchronizer:
         self._check_version()
         async with self._lock.reader(timeout=timeout):
             self._check_usable()
-            yield self._check_version()
+            version = self._check_version()
+            if engine is None:
+                yield version
+                return
+            member = self._membership.find(engine)
+            if not self._is_ready(member):
+                raise NotReadyError(f"{member.name} does not hold version {version} (yet): choose a ready engine")
+            with self._readers.reading(member):
+                yield version
 
     async def connect(self) -> None:
         """Do now what the next update would do first: agree on the layout, and connect what is new.
@@ -396,6 +414,7 @@ class WeightSynchronizer:
                 _log.info("%s was removed, and does not answer: %s", member.name, error)
                 member.is_lost = True
                 member.expel()
+                self._readers.end([member])
         self._interrupt_catching_up()  # it may be the one that is given to, or that gives
         if not self._closed:  # else all have left, or are leaving
             async with self._busy:
@@ -597,9 +616,12 @@ class WeightSynchronizer:
             try:
                 await self._transaction(attempt, clock, losses).run()
             except WeightUpdateError as failure:
+                if failure.phase == "drain" and not attempt.undone:
+                    attempt.lost |= await fleet.roll_call(PATIENCE)  # who generates may wait for one that is gone
                 error = self._explained(failure, attempt, clock, in_step=in_step)
                 if not isinstance(error, OutOfStepError) and (attempt.switched or self._on_engine_failure != "abort"):
                     losses.blame(error, attempt)
+                self._readers.end([member for member in losses.errors if member.is_lost])
                 if not attempt.reached_all_but(losses.errors):
                     raise error from (failure if error is not failure else failure.__cause__)
                 self._connection.forget()
@@ -656,6 +678,7 @@ class WeightSynchronizer:
                 error.outcomes = error.outcomes or fleet.outcomes(gone)
                 if losses is not None and self._on_engine_failure != "abort":
                     losses.blame_before(error, fleet, gone)
+                    self._readers.end([member for member in losses.errors if member.is_lost])
             raise
 
     def _take_over(self, engines: Collection[EngineStatus]) -> None:

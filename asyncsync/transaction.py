@@ -184,20 +184,23 @@ class Transaction:
 
     @asynccontextmanager
     async def _resumed_after(self, members: Sequence[Member]) -> AsyncIterator[None]:
+        patience: float | None = PATIENCE
         try:
             yield
+            patience = None  # nothing waits for those who are late
         finally:
-            errors = await shielded(self._resume(members)) if members else []
+            errors = await shielded(self._resume(members, patience)) if members else []
         if errors:
             raise combine_errors(errors)
 
-    async def _resume(self, members: Sequence[Member]) -> list[Exception]:
+    async def _resume(self, members: Sequence[Member], patience: float | None) -> list[Exception]:
         whole = [member for member in members if self._attempt.may_serve(member)]
         with self._clock.measure("resume"):
             results = await self._attempt.fleet.each(
                 lambda engine: engine.resume_generation(self._order.epoch),
                 members=whole,
                 timeout=min(CLEANUP_TIMEOUT, max(self._clock.remaining, PATIENCE)),
+                patience=patience,
             )
         errors = {
             member: result
