@@ -27,7 +27,7 @@ from asyncsync.clock import UpdateClock
 from asyncsync.engines.base import CheckedEngine, RolloutEngine
 from asyncsync.errors import ConnectError, PlanError
 from asyncsync.fanout import race, settle
-from asyncsync.fleet import PATIENCE, Fleet, Member
+from asyncsync.fleet import LATE_TIMEOUT, PATIENCE, Fleet, Member
 from asyncsync.messages import (
     Backend,
     ChecksumPart,
@@ -404,15 +404,15 @@ class Connection:
     async def _leave(self, connections: Sequence[str], members: Iterable[Member]) -> None:
         await settle(
             {
-                "sources": self._sources_leave([connections]),
+                "sources": self._sources_leave([connections], LATE_TIMEOUT),
                 "engines": self._engines_leave(connections, members, CLEANUP_TIMEOUT),
             }
         )
 
-    async def _sources_leave(self, groups: Sequence[Sequence[str]]) -> None:
+    async def _sources_leave(self, groups: Sequence[Sequence[str]], timeout: float = CLEANUP_TIMEOUT) -> None:
         async def leave(connections: Sequence[str]) -> None:
             results = await self._sources.settle(
-                lambda number, source: source.leave_trainer_group(connections[number]), CLEANUP_TIMEOUT
+                lambda number, source: source.leave_trainer_group(connections[number]), timeout
             )
             _note(results)
 

@@ -21,6 +21,9 @@ from asyncsync.shield import CLEANUP_TIMEOUT
 PATIENCE = 1.0
 """Seconds without an answer from anybody after which, once something took too long, who is silent counts as lost."""
 
+LATE_TIMEOUT = 3 * PATIENCE
+"""Seconds for a source to end its part, once something took too long: it waits for nobody then."""
+
 LOST_TIMEOUT = 2.0
 """Seconds for a call to an engine that did not answer the last time."""
 

@@ -29,7 +29,7 @@ from asyncsync.report import EngineOutcome, EngineState, WeightUpdate
 
 T = TypeVar("T")
 
-LATE_TIMEOUT = 600.0
+TELL_TIMEOUT = 600.0
 """Seconds that an engine which does not answer may take to hear that it is behind."""
 
 EACH_FOR_ITSELF = ("describe", "pause", "finish", "check")
@@ -162,8 +162,8 @@ def blamed(error: WeightUpdateError, fleet: Fleet, gone: Mapping[Member, Excepti
     for each in getattr(error, "exceptions", (error,)):
         if (member := by_name.get(getattr(each, "engine", None) or "")) is not None:
             found[member] = each
-    if late and not found:
-        silent = {by_name[name]: error for name in late if name in by_name}
+    if late and not found and by_name.keys() >= set(late):  # else they may have waited for a source
+        silent = {by_name[name]: error for name in late}
         if error.phase in EACH_FOR_ITSELF or len(silent) < len(by_name):
             return silent  # else each may have waited for the others
     return found
@@ -216,7 +216,7 @@ class LateCalls:
         """
 
         async def tell() -> T:
-            async with asyncio.timeout(LATE_TIMEOUT):
+            async with asyncio.timeout(TELL_TIMEOUT):
                 return await call(member.engine)
 
         def ended(task: asyncio.Task[T]) -> None:

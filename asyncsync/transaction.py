@@ -19,7 +19,7 @@ from asyncsync.clock import UpdateClock
 from asyncsync.engines.base import CheckedEngine, EngineReceipt
 from asyncsync.errors import EngineError, LockTimeoutError, OutOfStepError, TransferError, WeightUpdateTimeoutError
 from asyncsync.fanout import beside, race, settle
-from asyncsync.fleet import PATIENCE, Member, combine_errors
+from asyncsync.fleet import LATE_TIMEOUT, PATIENCE, Member, combine_errors
 from asyncsync.lock import RolloutLock
 from asyncsync.losses import LateCalls, Losses
 from asyncsync.messages import EngineStatus, Policy
@@ -265,19 +265,22 @@ class Transaction:
         except BaseException as error:
             if not self._attempt.undone:
                 self._attempt.undone = True
-                late = isinstance(error, WeightUpdateTimeoutError)
                 try:
-                    await shielded(self._undo(PATIENCE if late else CLEANUP_TIMEOUT), UNDO_TIMEOUT)
+                    await shielded(self._undo(late=isinstance(error, WeightUpdateTimeoutError)), UNDO_TIMEOUT)
                 except TimeoutError as failure:  # must not take the place of what has failed (R7)
                     error.add_note(f"then: {failure}")
             raise
 
-    async def _undo(self, patience: float) -> None:
+    async def _undo(self, *, late: bool) -> None:
         epoch = self._order.epoch
         ends: dict[str, Any] = {
-            "sources": self._sources.settle(lambda _, source: source.abort_send(epoch), CLEANUP_TIMEOUT),
+            "sources": self._sources.settle(
+                lambda _, source: source.abort_send(epoch), LATE_TIMEOUT if late else CLEANUP_TIMEOUT
+            ),
             "engines": self._attempt.fleet.each(
-                lambda engine: engine.abort_weight_update(epoch, None), timeout=CLEANUP_TIMEOUT, patience=patience
+                lambda engine: engine.abort_weight_update(epoch, None),
+                timeout=CLEANUP_TIMEOUT,
+                patience=PATIENCE if late else None,
             ),
         }
         results = await settle(ends)

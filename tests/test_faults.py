@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 import asyncsync
-from asyncsync import EngineState, WeightSynchronizer
+from asyncsync import EngineState, SharedRolloutLock, WeightSynchronizer
 from tests.faulty import BUCKET, FaultyEngine, FaultyTrainer, weights
 from tests.sample import fingerprint
 
@@ -49,7 +49,7 @@ TRAINER_STEPS: Mapping[str, str] = {
     "connect": "join_trainer_group",
     "transfer": "send_weights",
 }
-PHASES = ("before update", "describe", "connect", "pause", "transfer", "finish", "resume")
+PHASES = ("queue", "before update", "describe", "connect", "drain", "pause", "transfer", "finish", "resume")
 ENGINE_FAULTS = ("raises", "exits", "is killed", "is stopped", "answers late", "does not answer")
 MODES = {True: "staged", False: "in place"}
 
@@ -65,8 +65,13 @@ ENGINE_CELLS = [
     *(("cannot listen", "connect", staged) for staged in MODES),
 ]
 TRAINER_CELLS = [
-    (fault, phase, staged) for staged in MODES for fault in ("raises", "is killed") for phase in TRAINER_STEPS
+    (fault, phase, staged)
+    for staged in MODES
+    for fault in ("raises", "is killed", "is stopped", "does not answer")
+    for phase in TRAINER_STEPS
+    if phase != "before update" or fault in ("raises", "is killed")  # a hook may take as long as the update may
 ]
+LOCK_CELLS = [(side, staged) for staged in MODES for side in ("updater", "reader")]
 CANCEL_CELLS = [(phase, staged) for staged in MODES for phase in phases(staged)]
 
 Cell = tuple[str, str, bool]
@@ -225,11 +230,12 @@ async def test_the_trainer(fleets: Mapping[bool, Fleet], fault: str, phase: str,
     fleet, trainer = fleets[staged], FaultyTrainer.remote(partial(weights, OLD))
     async with prepared(fleet, trainer, phase) as (synchronizer, version):
         readers = Readers(fleet, synchronizer)
+        pid = await trainer.pid.remote()
         await trainer.hold.remote(partial(weights, NEW))
         await trainer.arm.remote(TRAINER_STEPS[phase], fault)
         synchronizer._timeout = TIMEOUT
         async with readers.reading():
-            with pytest.raises(asyncsync.TrainerError) as caught:
+            with pytest.raises(asyncsync.WeightUpdateError, match="trainer") as caught:
                 await synchronizer.update_weights()
             states = [outcome.state for outcome in caught.value.outcomes] or [EngineState.UNCHANGED] * 3
             torn = not staged and phase == "transfer"
@@ -238,7 +244,12 @@ async def test_the_trainer(fleets: Mapping[bool, Fleet], fault: str, phase: str,
         check_reads(readers, version, {})
         if not torn:
             await check_all_hold(fleet, synchronizer, OLD)
-        if fault == "raises":
+        if fault == "is stopped":
+            os.kill(pid, signal.SIGCONT)
+        if fault == "does not answer":
+            await trainer.release.remote()
+        if fault != "is killed":
+            synchronizer._timeout = 60.0
             await synchronizer.update_weights()
             await check_all_hold(fleet, synchronizer, NEW)
     async with WeightSynchronizer(weights(NEXT), fleet.engines, bucket_size=BUCKET, timeout=60) as synchronizer:
@@ -280,6 +291,40 @@ async def test_who_awaits_it_is_cancelled(fleets: Mapping[bool, Fleet], phase: s
         RESULTS["its caller is cancelled", phase, staged] = told(states, fleet)
 
 
+class LockHolder:
+    """Another process, that holds the lock."""
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    async def hold(self, lock: SharedRolloutLock, side: str) -> None:
+        """Take a side of the lock, and never let it go."""
+        self._held = getattr(lock, side)(timeout=60)
+        await self._held.__aenter__()
+
+
+@pytest.mark.parametrize(("side", "staged"), LOCK_CELLS)
+async def test_who_holds_the_lock_is_killed(fleets: Mapping[bool, Fleet], side: str, staged: bool) -> None:
+    fleet, trainer = fleets[staged], weights(OLD)
+    lock = await SharedRolloutLock.create(lease_ttl=2.0)
+    actor_class: Any = ray.remote(num_cpus=0)(LockHolder)
+    holder = actor_class.remote()
+    async with prepared(fleet, trainer, "transfer", lock=lock) as (synchronizer, version):
+        await holder.hold.remote(lock, side)
+        set_weights(trainer, NEW)
+        update = asyncio.create_task(synchronizer.update_weights())
+        status = await lock.status()
+        while not status.queue and not status.updater_queue:
+            status = await lock.status()
+        os.kill(await holder.pid.remote(), signal.SIGKILL)
+        states = [outcome.state for outcome in (await update).outcomes]
+        assert synchronizer.weight_version == version + 1
+        assert [await engine.read.remote() for engine in fleet.engines] == [(version + 1, DIGESTS[NEW])] * 3
+    await lock.aclose()
+    what = "another conductor" if side == "updater" else "a reader elsewhere"
+    RESULTS[f"{what} is killed", "queue" if side == "updater" else "drain", staged] = told(states, fleet)
+
+
 BEGIN, END = "<!-- the fault matrix begins -->", "<!-- the fault matrix ends -->"
 PAGE = Path(__file__).parent.parent / "docs" / "reliability.md"
 
@@ -301,7 +346,7 @@ def table() -> str:
 
 
 async def test_the_table_in_the_docs_is_what_was_seen() -> None:
-    cells = len(ENGINE_CELLS) + len(TRAINER_CELLS) + len(CANCEL_CELLS)
+    cells = len(ENGINE_CELLS) + len(TRAINER_CELLS) + len(CANCEL_CELLS) + len(LOCK_CELLS)
     assert len(RESULTS) == cells, "run the whole module: the table is made of all cells"
     page = PAGE.read_text()
     before, rest = page.split(BEGIN)
