@@ -27,7 +27,7 @@ from asyncsync.errors import (
 )
 from asyncsync.messages import ChecksumPart, Policy
 from asyncsync.report import EngineState
-from tests.pretended_sglang import Llama, PretendedSGLang
+from tests.pretended_sglang import NOT_BETWEEN, Llama, PretendedSGLang
 from tests.sglang_bed import checksums
 
 OLDER: dict[str, Any] = {"sessions": False}
@@ -117,8 +117,47 @@ async def test_an_actor_that_takes_tensors_one_by_one() -> None:
         update = await synchronizer.update_weights()
         assert update.outcomes[0].digest is None  # nothing confirms it
         assert same(sglang.model, trainer)
-        assert sglang.label == "default"  # it could not be set without aborting requests anew
+        assert sglang.label == str(update.version)  # with an update of nothing, last of all
+        assert sglang.calls[-2:] == ["update_weights_from_distributed", "continue_generation"]
         assert sglang.calls.count("pause abort") == 1
+    assert not sglang.session
+
+
+@pytest.mark.asyncio
+async def test_the_label_of_an_actor_with_sessions() -> None:
+    engine, sglang = adapter(**SLIME | {"sessions": True})
+    for version in (1, 2):
+        async with asyncsync.WeightSynchronizer(
+            Llama(version), [engine], policy="abort", bucket_size=1
+        ) as synchronizer:
+            assert (await synchronizer.update_weights()).version == version
+        assert sglang.label == str(version)
+    update_of_nothing = ["begin_weight_update", "update_weights_from_distributed", "end_weight_update"]
+    assert in_order(sglang.calls, "end_weight_update", *update_of_nothing, "continue_generation")
+    assert not sglang.session
+
+
+@pytest.mark.asyncio
+async def test_an_actor_that_cannot_be_labelled_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    engine, sglang = adapter(**SLIME | {"labels_in_updates": False})
+    sglang.label = "44"
+    async with asyncsync.WeightSynchronizer(Llama(1), [engine], policy="abort", bucket_size=1) as synchronizer:
+        assert [(await synchronizer.update_weights()).version for _ in range(2)] == [45, 46]
+        assert (await engine.describe_engine()).weight_version == 46
+    assert sglang.label == "44"
+    assert caplog.text.count("cannot be labelled with their version") == 1
+
+
+@pytest.mark.asyncio
+async def test_an_actor_without_sessions_before_an_sglang_that_wants_them() -> None:
+    engine, sglang = adapter(**SLIME)
+    refusal = {"success": False, "message": NOT_BETWEEN}
+    sglang.before["update_weights_from_distributed"] = lambda fields: refusal
+    async with asyncsync.WeightSynchronizer(Llama(1), [engine], policy="abort", bucket_size=1) as synchronizer:
+        error, state = await state_after(synchronizer.update_weights())
+    assert "the actor lacks one of these methods" in str(error)
+    assert state is EngineState.UNCHANGED
+    assert not sglang.paused
 
 
 @pytest.mark.asyncio
@@ -344,6 +383,23 @@ async def test_another_dtype_is_refused_where_the_engine_tells_its_own() -> None
     async with asyncsync.WeightSynchronizer(Llama(1).bfloat16(), [engine]) as synchronizer:
         with pytest.raises(TransferError, match="dtype="):
             await synchronizer.update_weights()
+
+
+@pytest.mark.asyncio
+async def test_a_shape_that_does_not_fit_is_named() -> None:
+    engine, sglang = adapter()
+    name = "model.layers.1.mlp.down_proj.weight"
+    weights = dict(Llama(1).state_dict()) | {name: torch.zeros(16, 40)}
+    async with asyncsync.WeightSynchronizer(weights, [engine]) as synchronizer:
+        error, state = await state_after(synchronizer.update_weights())
+    assert f"{name} (float32 [16, 40])" in str(error)
+    assert "norm" not in str(error)
+    assert state is EngineState.TAINTED
+    async with asyncsync.WeightSynchronizer(Llama(2), [engine]) as synchronizer:
+        await synchronizer.update_weights()
+        sglang.before["update_weights_from_distributed"] = lambda fields: {"success": False, "message": "planned"}
+        error, _ = await state_after(synchronizer.update_weights())
+    assert "pretended: SGLang's update_weights_from_distributed: planned (loading lm_head.weight (" in str(error)
 
 
 @pytest.mark.asyncio
