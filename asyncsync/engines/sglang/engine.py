@@ -68,12 +68,18 @@ class SGLangEngine:
     memory. Every tensor parallel rank receives all of them, and SGLang slices them as it loads. After an update, where
     that can be done (on a CPU, so far), the checksums of all that each rank holds are compared with the trainer's.
 
+    SGLang tells the names of its parameters, the dtype that it was started with (unless that is ``"auto"``), and no
+    shapes. So names that do not fit, and weights of which none has that dtype, are refused before anything is sent; a
+    wrong shape, or one dtype of several, is found when it was loaded. The engine is paused then until a whole update
+    repairs it: a request that is sent meanwhile waits.
+
     Policies: all but ``continue`` need nothing of the engine; that one needs ``disable_radix_cache=True`` and
     ``disable_overlap_schedule=True``. ``drain`` waits for requests in flight; while others keep coming, it may have to
     begin anew now and then. An actor whose ``pause_generation`` takes no mode can only ``abort``.
 
     An actor whose ``update_weights_from_distributed`` takes no ``load_format`` receives tensors one by one: give such a
-    synchronizer ``bucket_size=1``, so that each tensor is a bucket of its own.
+    synchronizer ``bucket_size=1``, so that each tensor is a bucket of its own. If it takes no ``weight_version`` either
+    (and its ``update_weight_version`` no ``abort_all_requests``), the label that answers tell stays what it was.
 
     SGLang does not tell whether it sleeps: let it sleep and wake by :meth:`release_memory_occupation` and
     :meth:`resume_memory_occupation` here, and an update while it sleeps is refused, and one that woke is not served
@@ -94,7 +100,8 @@ class SGLangEngine:
         address: This node's address, as the engine's processes reach it; found out if None.
         tp_size: How many tensor parallel ranks it has; asked if None.
         parameter_names: Where SGLang's names are not those of a Llama or Qwen: gives, for a tensor's name in the
-            checkpoint, that of the parameter it is loaded into. Checksums are not compared then.
+            checkpoint, that of the parameter it is loaded into. Checksums are not compared then, and of what is fused
+            under other names than q_proj, k_proj, v_proj, gate_proj and up_proj it is yours to send all.
         check_names: Whether names must be known to the engine, all of its parameters be sent (``partial=True``: only
             none of which it has fused a part with others), and their dtype be the engine's, if it tells one.
         timeout: Seconds that one call to a server may take.
