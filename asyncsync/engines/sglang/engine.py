@@ -102,8 +102,8 @@ class SGLangEngine:
         parameter_names: Where SGLang's names are not those of a Llama or Qwen: gives, for a tensor's name in the
             checkpoint, that of the parameter it is loaded into. Checksums are not compared then, and of what is fused
             under other names than q_proj, k_proj, v_proj, gate_proj and up_proj it is yours to send all.
-        check_names: Whether names must be known to the engine, all of its parameters be sent (``partial=True``: only
-            none of which it has fused a part with others), and their dtype be the engine's, if it tells one.
+        check_names: Whether names must be known to the engine, and all of its parameters be sent (with
+            ``partial=True``: of what it fuses all or nothing), in its dtype if it tells one.
         timeout: Seconds that one call to a server may take.
 
     Raises:
