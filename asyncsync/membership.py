@@ -171,7 +171,7 @@ class Membership:
 
     def _set(self, engines: Iterable[Any]) -> None:
         found: dict[str, Any] = {}
-        engines = list(engines)
+        engines = [engines] if isinstance(engines, str) else list(engines)  # that one is refused for what it is
         for index, engine in enumerate(engines):
             key = engine_key(engine)
             if key in found:

@@ -63,7 +63,7 @@ class Subject(Protocol):
 
     @property
     def tokens(self) -> int:
-        """So many tokens take much longer than an update: a request of that many is in flight in one."""
+        """So many tokens take much longer than a pause: a request of that many is in flight in one."""
         ...
 
     @property
@@ -84,7 +84,7 @@ class Subject(Protocol):
         Args:
             prompt: Token ids.
             count: How many to generate.
-            started: Called once the first of them are there.
+            started: To be called once the first of them are there, while others are still to come.
         """
         ...
 
@@ -221,7 +221,15 @@ async def serves(subject: Subject, model: nn.Module, what: str) -> None:
     """Assert that the engine generates what a model does."""
     generated = await subject.generate(subject.prompt, 16)
     expected = list(subject.expected(model, model, 0, 16, "recompute"))
-    assert list(generated.tokens) == expected, f"{what}: {list(generated.tokens)}, expected {expected}"
+    assert list(generated.tokens) == expected, f"{what}: {parted(generated.tokens, expected)}"
+
+
+def parted(tokens: Sequence[int], expected: Sequence[int], most: int = 8) -> str:
+    """For a message: where tokens are others than were expected, and a few of them."""
+    other = next((at for at, pair in enumerate(zip(tokens, expected, strict=False)) if pair[0] != pair[1]), None)
+    at = min(len(tokens), len(expected)) if other is None else other
+    here, there = list(tokens[at : at + most]), list(expected[at : at + most])
+    return f"from token {at} of {len(tokens)} on it is {here} …, and should be {there} …"
 
 
 async def failed(update: Awaitable[Any]) -> WeightUpdateError | PlanError:
@@ -475,42 +483,114 @@ async def check_failing_calls(subject: Subject) -> None:
 async def check_policies(subject: Subject) -> None:
     """Each policy does with requests in flight what it promises, and says where the weights changed."""
     status = await Probe(subject.engine).describe_engine()
-    assert set(status.policies) == set(subject.policies), status.policies
+    told, wanted = set(status.policies), set(subject.policies)
+    assert told == wanted, (
+        f"the engine says that it keeps {sorted(told)}, and the subject that it must {sorted(wanted)}"
+    )
     for policy in status.policies:
         await _check_policy(subject, policy)
 
 
+class _InFlight:
+    """A request that is in flight when the engine is paused, or told to switch if that comes first.
+
+    It begins in that call, right before the engine gets it.
+
+    Args:
+        subject: Whose engine.
+        probe: What stands before it.
+    """
+
+    def __init__(self, subject: Subject, probe: Probe) -> None:
+        self._subject = subject
+        self._answer: asyncio.Task[Completion] | None = None
+        self._over_before: str | None = None  # the call
+        self._outlasted: str | None = None
+        self._started = asyncio.Event()
+        for call in ("pause_generation", "finish_weight_update"):
+            probe.before[call] = functools.partial(self._begin, probe, call)
+
+    async def _begin(self, probe: Probe, call: str) -> None:
+        if self._answer is not None:
+            return
+        subject, started = self._subject, asyncio.create_task(self._started.wait())
+        self._answer = asyncio.create_task(subject.generate(subject.prompt, subject.tokens, self._started.set))
+        await asyncio.wait([started, self._answer], return_when=asyncio.FIRST_COMPLETED)
+        started.cancel()
+        if self._answer.done():
+            self._over_before = call
+        begun = asyncio.get_running_loop().time()
+        probe.after[call] = functools.partial(self._look_whether_over, self._answer, call, begun)
+
+    async def _look_whether_over(self, answer: asyncio.Task[Completion], call: str, begun: float) -> None:
+        # Its answer may be on its way. That takes less than the call did, if that has waited for the request.
+        await asyncio.wait([answer], timeout=asyncio.get_running_loop().time() - begun)
+        if not answer.done():
+            self._outlasted = call
+
+    async def answer(self, policy: Policy) -> Completion:
+        """What it came to.
+
+        Raises:
+            AssertionError: It was not in flight, or was not let finish under a policy which does that.
+        """
+        assert self._answer is not None, "the engine was neither paused nor told to switch"
+        answer = await self._answer
+        assert self._started.is_set(), "a subject's generate() must call started() once its first tokens are there"
+        assert self._over_before is None, (
+            f"the request was over before {self._over_before}: give a longer one (Subject.tokens)"
+        )
+        assert self._outlasted is None or policy != "drain", (
+            f"under drain {self._outlasted} must not come back before requests in flight have ended, and it has "
+            "(or give a longer request)"
+        )
+        return answer
+
+    def cancel(self) -> None:
+        """End it, if it has begun."""
+        if self._answer is not None:
+            self._answer.cancel()
+
+
 async def _check_policy(subject: Subject, policy: Policy) -> None:
-    async with WeightSynchronizer(subject.trainer, [subject.engine], policy=policy) as synchronizer:
+    probe = Probe(subject.engine)
+    async with WeightSynchronizer(subject.trainer, [probe], policy=policy) as synchronizer:
         step(subject.trainer, 70)
         await synchronizer.update_weights()
         old = copied(subject.trainer)
         await serves(subject, old, f"before an update under {policy}")  # and a prefix cache holds the prompt now
-        started = asyncio.Event()
-        request = asyncio.create_task(subject.generate(subject.prompt, subject.tokens, started.set))
-        await started.wait()
-        assert not request.done(), "the request is to be in flight: let it have more tokens"
         step(subject.trainer, 71)
-        update = await synchronizer.update_weights()
-        generated = await request
-        count, tokens = len(generated.tokens), list(generated.tokens)
+        request = _InFlight(subject, probe)
+        try:
+            update = await synchronizer.update_weights()
+            generated = await request.answer(policy)
+        finally:
+            request.cancel()
+        count, reason = len(generated.tokens), generated.finish_reason
         switch = count
         if policy in ("recompute", "continue"):
-            assert generated.finish_reason == "length"
-            assert count == subject.tokens
+            assert reason == "length", (
+                f"under {policy} a request goes on to its last token, and does not end by {reason}"
+            )
+            assert count == subject.tokens, (
+                f"under {policy} a request gets all of its {subject.tokens} tokens, not {count}"
+            )
             spans = generated.weight_versions
             assert spans, "the engine must say where the weights changed"
-            assert [span.start for span in spans[1:]] == [span.end for span in spans[:-1]]
+            assert [span.start for span in spans[1:]] == [span.end for span in spans[:-1]], f"{spans} do not join"
             assert spans[-1].version == update.version, f"{spans}: the last is of version {update.version}"
             switch = spans[-1].start
             assert 0 < switch < count, f"the weights changed in the middle: {spans}"
         elif policy == "abort":
-            assert generated.finish_reason == "abort", generated.finish_reason
-            assert count < subject.tokens
+            assert reason == "abort", f"under abort a request in flight ends by that, not by {reason}"
+            assert count < subject.tokens, f"under abort a request has fewer than its {subject.tokens} tokens"
         else:
-            assert count == subject.tokens
+            assert count == subject.tokens, (
+                f"under drain a request gets all of its {subject.tokens} tokens, not {count}"
+            )
         expected = list(subject.expected(old, subject.trainer, switch, count, policy))
-        assert tokens == expected, f"under {policy}, {switch} of {count} tokens old: {tokens}, expected {expected}"
+        what = f"under {policy}, {switch} of {count} tokens old"
+        assert list(generated.tokens) == expected, f"{what}: {parted(generated.tokens, expected)}"
         await serves(subject, subject.trainer, f"a request after an update under {policy}")
         step(subject.trainer, 72)
         await synchronizer.update_weights()

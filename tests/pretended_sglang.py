@@ -21,6 +21,7 @@ from tests.sglang_bed import checksums
 
 NO_SESSION = "no weight-update session is open; call begin_weight_update() first"
 NOT_BETWEEN = "update_weights_from_distributed must run between begin_weight_update() and end_weight_update()"
+TORN = "The full weights of the ModelRunner are partially updated. Please discard the whole weights."
 NOT_FLUSHED = "Weights were updated, but the cache was not flushed because requests are still running or queued."
 
 
@@ -183,15 +184,18 @@ class PretendedSGLang(SGLangClient):
             buffers = [await asyncio.to_thread(_receive, self.groups[group_name], size) for size in messages]
         except RuntimeError as error:
             return _said(False, f"Failed to receive weights: {error}")
-        flat, start = torch.cat(buffers), 0
+        flat, start = torch.cat([torch.empty(0, dtype=torch.uint8), *buffers]), 0
         held = dict(self.model.named_parameters())
         with torch.no_grad():
             for name, tensor, size in zip(names, whole, sizes, strict=True):
                 if tensor.shape == held[name].shape:
                     held[name].copy_(flat[start : start + size].view(tensor.dtype).view(tensor.shape))
                 else:
-                    return _said(False, "Model weights are partially updated. Please discard the whole weights.")
+                    held_shape, sent_shape = list(held[name].shape), list(tensor.shape)
+                    return _said(False, f"param_data.shape={held_shape} loaded_weight.shape={sent_shape}. {TORN}")
                 start += size
+        if weight_version is not None:
+            self.label = weight_version
         if flush_cache and self.running:
             return _said(False, NOT_FLUSHED)
         return _said(True)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -85,6 +87,80 @@ class RolloutActor(asyncsync.SGLangActor):
 
     async def has_started(self, name: str) -> None:
         await self._started.setdefault(name, asyncio.Event()).wait()
+
+
+class SlimeActor:
+    """An actor with the methods of slime's, and sessions: it posts to a server of its own.
+
+    Args:
+        url: The server's.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+
+    def _post(self, call: str, **fields: Any) -> Any:
+        headers = {"Authorization": f"Bearer {bed.API_KEY}"}
+        response = httpx.post(f"{self._url}/{call}", json=fields, headers=headers, timeout=60, trust_env=False)
+        return response.raise_for_status().json()
+
+    def init_weights_update_group(
+        self, master_address: str, master_port: int, rank_offset: int, world_size: int, group_name: str, backend: str
+    ) -> Any:
+        fields = {"master_address": master_address, "master_port": master_port, "rank_offset": rank_offset}
+        fields |= {"world_size": world_size, "group_name": group_name, "backend": backend}
+        return self._post("init_weights_update_group", **fields)
+
+    def destroy_weights_update_group(self, group_name: str) -> Any:
+        return self._post("destroy_weights_update_group", group_name=group_name)
+
+    def begin_weight_update(self) -> Any:
+        return self._post("begin_weight_update")
+
+    def end_weight_update(self) -> Any:
+        return self._post("end_weight_update")
+
+    def update_weights_from_distributed(
+        self,
+        names: list[str],
+        dtypes: list[str],
+        shapes: list[list[int]],
+        group_name: str,
+        flush_cache: bool = False,
+        weight_version: str | None = None,
+    ) -> Any:
+        fields = {"names": names, "dtypes": dtypes, "shapes": shapes, "group_name": group_name}
+        fields |= {"flush_cache": flush_cache, "weight_version": weight_version}
+        return self._post("update_weights_from_distributed", **fields)
+
+    def pause_generation(self) -> Any:
+        return self._post("pause_generation")
+
+    def continue_generation(self) -> Any:
+        return self._post("continue_generation")
+
+    def flush_cache(self) -> None:
+        httpx.post(f"{self._url}/flush_cache", headers={"Authorization": f"Bearer {bed.API_KEY}"}, trust_env=False)
+
+    def get_weight_version(self) -> Any:
+        headers = {"Authorization": f"Bearer {bed.API_KEY}"}
+        response = httpx.get(f"{self._url}/model_info", headers=headers, trust_env=False)
+        return response.raise_for_status().json()["weight_version"]
+
+
+class SlimeHandle:
+    """Calls such an actor's methods as Ray would: beside what this process does.
+
+    Args:
+        url: The server's.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._actor = SlimeActor(url)
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._actor, name)
+        return SimpleNamespace(remote=functools.partial(asyncio.to_thread, method), function=method)
 
 
 class SGLangSubject:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,7 +14,7 @@ from torch import nn
 
 import asyncsync
 from asyncsync.messages import Policy, UpdateOrder
-from asyncsync.testing import CHECKS
+from asyncsync.testing import CHECKS, parted
 from tests.chain import Chain, continued
 from tests.engines import gate_of
 from tests.fake_vllm import FakeLLM
@@ -136,6 +138,81 @@ class Patient(ChainEngine):
 
     async def pause_generation(self, epoch: int, policy: Policy) -> None:
         await super().pause_generation(max(epoch, self._asyncsync.record.epoch), policy)
+
+
+class Hasty(ChainEngine):
+    """Does not wait for requests in flight."""
+
+    async def generate(self, prompt: Sequence[int], count: int, started: Callable[[], None] | None) -> tuple[int, ...]:
+        async with self.generating():
+            pass
+        tokens = [prompt[-1]]
+        for _ in range(count):
+            tokens.append(self.module.following(tokens[-1]))  # type: ignore[operator]
+            if started is not None and len(tokens) == 2:
+                started()
+            await asyncio.sleep(0)
+        return tuple(tokens[1:])
+
+
+class Boastful(ChainEngine):
+    """Says that it keeps a policy which it does not."""
+
+    async def describe_engine(self) -> asyncsync.EngineStatus:
+        return replace(await super().describe_engine(), policies=("drain", "recompute"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "staged", "said"),
+    [
+        (Hasty, True, "under drain finish_weight_update must not come back before requests in flight have ended"),
+        (Hasty, False, "under drain pause_generation must not come back before requests in flight have ended"),
+        (Boastful, True, "it keeps ['drain', 'recompute'], and the subject that it must ['drain']"),
+    ],
+)
+@pytest.mark.asyncio
+async def test_the_check_of_policies_says_what_is_wrong(kind: type[ChainEngine], staged: bool, said: str) -> None:
+    with pytest.raises(AssertionError, match=re.escape(said)):
+        await CHECKS["policies"](ChainSubject(staged=staged, kind=kind))
+
+
+class Short(ChainSubject):
+    """Its requests are over as soon as they have begun."""
+
+    tokens = 1
+
+
+class Silent(ChainSubject):
+    """Does not tell when a request has begun."""
+
+    async def generate(
+        self, prompt: Sequence[int], count: int, started: Callable[[], None] | None = None
+    ) -> asyncsync.Completion:
+        return await super().generate(prompt, count)
+
+
+@pytest.mark.parametrize("staged", [True, False], ids=["staged", "in place"])
+@pytest.mark.parametrize(
+    ("subject", "said"),
+    [
+        (Short, r"the request was over before (pause_generation|finish_weight_update): give a longer one"),
+        (Silent, r"must call started\(\)"),
+    ],
+)
+@pytest.mark.asyncio
+async def test_a_request_that_is_not_in_flight_proves_nothing(
+    subject: type[ChainSubject], said: str, staged: bool
+) -> None:
+    with pytest.raises(AssertionError, match=said):
+        await CHECKS["policies"](subject(staged=staged))
+
+
+def test_messages_are_of_a_few_tokens() -> None:
+    many = list(range(10_000))
+    assert parted([*many[:41], *([7] * 259)], many) == (
+        "from token 41 of 300 on it is [7, 7, 7, 7, 7, 7, 7, 7] …, and should be [41, 42, 43, 44, 45, 46, 47, 48] …"
+    )
+    assert parted(many[:2], many[:3]) == "from token 2 of 2 on it is [] …, and should be [2] …"
 
 
 @pytest.mark.parametrize(

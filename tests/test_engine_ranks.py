@@ -631,6 +631,13 @@ async def test_ranks_that_are_missing_or_given_twice_are_refused_by_name() -> No
         WeightSynchronizer(trainer, [[a, 3]])
     with pytest.raises(TypeError, match="is no rollout engine"):
         WeightSynchronizer(trainer, [[[a, b], c]])
+    for address in (["http://host:1"], "http://host:1"):
+        with pytest.raises(
+            TypeError, match=r"^'http://host:1' is no rollout engine: give asyncsync\.VLLMEngine\(…\) or "
+        ):
+            WeightSynchronizer(trainer, address)
+    with pytest.raises(TypeError, match=r"^Sequential is no rollout engine: .* ModuleEngine\(module\)"):
+        WeightSynchronizer(trainer, [nn.Sequential(nn.Linear(2, 2))])
     async with WeightSynchronizer(trainer, [[a, b]]) as synchronizer:
         with pytest.raises(MembershipError, match=r"engine that is to join is .*: it is rank 1 of ModuleEngine-0"):
             await synchronizer.add_engine(b)

@@ -13,7 +13,9 @@ from typing import Any
 
 import httpx
 import pytest
+from torch import nn
 
+import asyncsync
 from asyncsync.engines.http import HTTPServer
 from asyncsync.engines.sglang.calls import (
     NotFlushedError,
@@ -23,6 +25,7 @@ from asyncsync.engines.sglang.calls import (
     UnsupportedBySGLangError,
 )
 from asyncsync.engines.sglang.clients import ActorClient, HTTPClient, InProcessClient, client_for
+from asyncsync.errors import EngineError
 
 from . import sglang_bed as bed
 from .tiny_model import greedy, prompt_of, save_tiny, tiny_model
@@ -192,10 +195,43 @@ async def test_answers_that_are_no_answers(status: int) -> None:
 @pytest.mark.parametrize("status", [401, 403])
 async def test_a_key_that_is_refused(status: int) -> None:
     client = http_client(PretendedServer(dict.fromkeys(("/server_info", "/pause_generation"), (status, "no"))))
-    with pytest.raises(SGLangError, match="API key is refused"):
+    with pytest.raises(SGLangError, match="API key is refused") as refused:
         await client.get_facts()
+    assert client.tell(refused.value).startswith("http://engine:30000: SGLang's /server_info: HTTP")
     with pytest.raises(SGLangError, match="API key is refused"):
         await client.pause_generation("abort")
+
+
+@pytest.mark.asyncio
+async def test_an_admin_key_that_is_refused_is_no_server_without_sessions() -> None:
+    client = http_client(PretendedServer({"/begin_weight_update": (401, "no")}))
+    with pytest.raises(SGLangError, match="API key is refused"):
+        await client.get_facts()
+
+
+@pytest.mark.parametrize("answer", [(404, "Not Found"), (200, {"vllm_config": "…"})])
+@pytest.mark.asyncio
+async def test_a_server_that_is_none_of_sglangs(answer: tuple[int, Any]) -> None:
+    client = http_client(PretendedServer(dict.fromkeys(("/server_info", "/get_server_info"), answer)))
+    with pytest.raises(SGLangError, match="is it an SGLang server"):
+        await client.get_facts()
+
+
+@pytest.mark.asyncio
+async def test_errors_name_the_engine_as_its_owner_knows_it() -> None:
+    engine = asyncsync.SGLangEngine("http://engine:30000")
+    engine._client = http_client(PretendedServer({"/model_info": (401, "no")}))
+    async with asyncsync.WeightSynchronizer(nn.Linear(1, 1), [engine]) as synchronizer:
+        with pytest.raises(EngineError, match=r"SGLangEngine-0 failed: .*http://engine:30000: .*API key is refused"):
+            await synchronizer.update_weights()
+
+    def unreachable(request: httpx.Request) -> httpx.Response:
+        raise httpx.ConnectError("nobody there")
+
+    engine._client = http_client(unreachable)
+    with pytest.raises(EngineError) as failure:
+        await engine.describe_engine()
+    assert str(failure.value) == "GET http://engine:30000/model_info: nobody there"  # and not twice
 
 
 @pytest.mark.asyncio
@@ -325,6 +361,7 @@ async def test_a_narrow_actor_is_asked_only_for_what_it_can() -> None:
     assert facts.tensor_parallel_size is None
     assert facts.pause_modes == ("abort",)
     assert {facts.sessions, facts.flattened_buckets, facts.selectors, facts.labels, facts.checksums} == {False}
+    assert facts.labels_in_updates
     await client.init_weights_update_group(**GROUP)
     await client.pause_generation("abort")
     for refused in (

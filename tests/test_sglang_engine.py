@@ -14,7 +14,7 @@ from torch import nn
 import asyncsync
 from asyncsync.buckets import TensorSpec
 from asyncsync.engines.sglang.calls import SGLangFacts
-from asyncsync.engines.sglang.names import differing, key_of, match_names, parts_of
+from asyncsync.engines.sglang.names import differing, key_of, match_names, parameter_of, parts_of
 from asyncsync.engines.sglang.policies import abilities
 from asyncsync.errors import (
     ConnectError,
@@ -27,7 +27,7 @@ from asyncsync.errors import (
 )
 from asyncsync.messages import ChecksumPart, Policy
 from asyncsync.report import EngineState
-from tests.pretended_sglang import Llama, PretendedSGLang
+from tests.pretended_sglang import NOT_BETWEEN, Llama, PretendedSGLang
 from tests.sglang_bed import checksums
 
 OLDER: dict[str, Any] = {"sessions": False}
@@ -117,8 +117,47 @@ async def test_an_actor_that_takes_tensors_one_by_one() -> None:
         update = await synchronizer.update_weights()
         assert update.outcomes[0].digest is None  # nothing confirms it
         assert same(sglang.model, trainer)
-        assert sglang.label == "default"  # it could not be set without aborting requests anew
+        assert sglang.label == str(update.version)  # with an update of nothing, last of all
+        assert sglang.calls[-2:] == ["update_weights_from_distributed", "continue_generation"]
         assert sglang.calls.count("pause abort") == 1
+    assert not sglang.session
+
+
+@pytest.mark.asyncio
+async def test_the_label_of_an_actor_with_sessions() -> None:
+    engine, sglang = adapter(**SLIME | {"sessions": True})
+    for version in (1, 2):
+        async with asyncsync.WeightSynchronizer(
+            Llama(version), [engine], policy="abort", bucket_size=1
+        ) as synchronizer:
+            assert (await synchronizer.update_weights()).version == version
+        assert sglang.label == str(version)
+    update_of_nothing = ["begin_weight_update", "update_weights_from_distributed", "end_weight_update"]
+    assert in_order(sglang.calls, "end_weight_update", *update_of_nothing, "continue_generation")
+    assert not sglang.session
+
+
+@pytest.mark.asyncio
+async def test_an_actor_that_cannot_be_labelled_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    engine, sglang = adapter(**SLIME | {"labels_in_updates": False})
+    sglang.label = "44"
+    async with asyncsync.WeightSynchronizer(Llama(1), [engine], policy="abort", bucket_size=1) as synchronizer:
+        assert [(await synchronizer.update_weights()).version for _ in range(2)] == [45, 46]
+        assert (await engine.describe_engine()).weight_version == 46
+    assert sglang.label == "44"
+    assert caplog.text.count("cannot be labelled with their version") == 1
+
+
+@pytest.mark.asyncio
+async def test_an_actor_without_sessions_before_an_sglang_that_wants_them() -> None:
+    engine, sglang = adapter(**SLIME)
+    refusal = {"success": False, "message": NOT_BETWEEN}
+    sglang.before["update_weights_from_distributed"] = lambda fields: refusal
+    async with asyncsync.WeightSynchronizer(Llama(1), [engine], policy="abort", bucket_size=1) as synchronizer:
+        error, state = await state_after(synchronizer.update_weights())
+    assert "the actor lacks one of these methods" in str(error)
+    assert state is EngineState.UNCHANGED
+    assert not sglang.paused
 
 
 @pytest.mark.asyncio
@@ -263,6 +302,104 @@ async def test_names_that_do_not_fit_are_refused_before_anything_is_sent() -> No
     assert not any(call.startswith(("pause", "begin", "update")) for call in sglang.calls)
     async with asyncsync.WeightSynchronizer(weights, [engine], partial=True) as synchronizer:
         await synchronizer.update_weights()
+
+
+LACKING: dict[str, tuple[str, ...]] = {
+    "layers.0.self_attn.q_proj": ("model.layers.0.self_attn.q_proj.weight",),
+    "layers.1.mlp.gate_proj": ("model.layers.1.mlp.gate_proj.weight",),
+    "v_proj": ("model.layers.0.self_attn.v_proj.weight", "model.layers.1.self_attn.v_proj.weight"),
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"parameter_names": None}], ids=["own rule", "caller's"])
+@pytest.mark.parametrize("partial", [False, True])
+@pytest.mark.parametrize("lack", LACKING)
+@pytest.mark.asyncio
+async def test_a_part_of_what_the_engine_fuses_is_refused(lack: str, partial: bool, options: dict[str, Any]) -> None:
+    if options:
+        options = {"parameter_names": lambda name: parameter_of(name, checksums(Llama(), 0, 1))}
+    engine, sglang = adapter(**options)
+    weights = {name: tensor for name, tensor in Llama(1).state_dict().items() if lack not in name}
+    async with asyncsync.WeightSynchronizer(weights, [engine], partial=partial) as synchronizer:
+        with pytest.raises(PlanError, match="fused in the engine, and only a part of it is sent") as refused:
+            await synchronizer.update_weights()
+    assert refused.value.names == LACKING[lack]
+    assert all(name in str(refused.value) for name in LACKING[lack])
+    assert not any(call.startswith(("pause", "begin", "update")) for call in sglang.calls)
+
+
+@pytest.mark.asyncio
+async def test_whole_fused_groups_alone_and_what_is_fused_in_the_checkpoint() -> None:
+    engine, sglang = adapter()
+    weights = {name: tensor for name, tensor in Llama(1).state_dict().items() if "layers.1.self_attn" in name}
+    async with asyncsync.WeightSynchronizer(weights, [engine], partial=True) as synchronizer:
+        await synchronizer.update_weights()
+    assert torch.equal(
+        sglang.model.state_dict()["model.layers.1.self_attn.q_proj.weight"], weights[next(iter(weights))]
+    )
+    fused = TensorSpec("a.qkv_proj.weight", torch.float32, (8, 4))
+    assert match_names([fused], ["a.qkv_proj.weight"], partial=False).names == ("a.qkv_proj.weight",)
+
+
+def test_a_tensor_that_is_tied_to_another_of_its_group_is_not_sent_twice() -> None:
+    specs = [TensorSpec("a.q_proj.weight", torch.float32, (8, 4))]
+    specs += [TensorSpec("a.k_proj.weight", torch.float32, (8, 4), ("a.v_proj.weight",))]
+    with pytest.raises(PlanError, match=r"nothing comes as a\.v_proj\.weight"):
+        match_names(specs, ["a.qkv_proj.weight"], partial=False)
+
+
+@pytest.mark.asyncio
+async def test_what_is_not_compared_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    engine, sglang = adapter()
+    trainer = Llama(1)
+    for model in (trainer.model, sglang.model.model):
+        model.embed_tokens = nn.Embedding(63, 16)  # SGLang fills it up with rows
+    async with asyncsync.WeightSynchronizer(trainer, [engine]) as synchronizer:
+        for _ in range(2):
+            await synchronizer.update_weights()
+    assert [record.message for record in caplog.records if record.levelname == "WARNING"] == [
+        "SGLangEngine of pretended: not compared after it has loaded: model.embed_tokens.weight"
+    ]
+
+
+@pytest.mark.asyncio
+async def test_another_dtype_is_refused_where_the_engine_tells_its_own() -> None:
+    engine, sglang = adapter()
+    trainer = Llama(1).bfloat16()
+    async with asyncsync.WeightSynchronizer(trainer, [engine]) as synchronizer:
+        with pytest.raises(PlanError, match=r"give the synchronizer dtype=torch\.float32") as refused:
+            await synchronizer.update_weights()
+    assert "lm_head.weight" in refused.value.names
+    assert not any(call.startswith(("pause", "begin", "update")) for call in sglang.calls)
+    async with asyncsync.WeightSynchronizer(trainer, [engine], dtype=torch.float32) as synchronizer:
+        await synchronizer.update_weights()
+    trainer = Llama(2)
+    trainer.model.norm.bfloat16()  # one of several is for the checksums to find
+    engine, _ = adapter()
+    async with asyncsync.WeightSynchronizer(trainer, [engine]) as synchronizer:
+        with pytest.raises(TransferError, match=r"it holds other weights than were sent: model\.norm\.weight"):
+            await synchronizer.update_weights()
+    engine, _ = adapter(dtype="auto")
+    async with asyncsync.WeightSynchronizer(Llama(1).bfloat16(), [engine]) as synchronizer:
+        with pytest.raises(TransferError, match="dtype="):
+            await synchronizer.update_weights()
+
+
+@pytest.mark.asyncio
+async def test_a_shape_that_does_not_fit_is_named() -> None:
+    engine, sglang = adapter()
+    name = "model.layers.1.mlp.down_proj.weight"
+    weights = dict(Llama(1).state_dict()) | {name: torch.zeros(16, 40)}
+    async with asyncsync.WeightSynchronizer(weights, [engine]) as synchronizer:
+        error, state = await state_after(synchronizer.update_weights())
+    assert f"{name} (float32 [16, 40])" in str(error)
+    assert "norm" not in str(error)
+    assert state is EngineState.TAINTED
+    async with asyncsync.WeightSynchronizer(Llama(2), [engine]) as synchronizer:
+        await synchronizer.update_weights()
+        sglang.before["update_weights_from_distributed"] = lambda fields: {"success": False, "message": "planned"}
+        error, _ = await state_after(synchronizer.update_weights())
+    assert "pretended: SGLang's update_weights_from_distributed: planned (loading lm_head.weight (" in str(error)
 
 
 @pytest.mark.asyncio

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 
 import asyncsync
-from asyncsync.errors import EngineError, TransferError, WeightUpdateError
+from asyncsync.errors import EngineError, PlanError, TransferError, WeightUpdateError
 from asyncsync.report import EngineState
 from asyncsync.testing import Probe, copied, serves, step
 from tests import sglang_bed as bed
-from tests.sglang_engines import PROMPT, SGLangSubject, over_http
+from tests.sglang_engines import PROMPT, SGLangSubject, SlimeHandle, over_http
 from tests.tiny_model import greedy, save_tiny, tiny_model
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
@@ -137,7 +137,9 @@ async def test_a_shape_that_does_not_fit(subject: SGLangSubject) -> None:
     weights: dict[str, Tensor] = dict(subject.trainer.state_dict())
     wrong = weights | {name: torch.zeros(3, 128)}
     async with asyncsync.WeightSynchronizer(wrong, [subject.engine], bucket_size=1024) as synchronizer:
-        with pytest.raises(TransferError, match="partially updated") as failure:
+        with pytest.raises(
+            TransferError, match=r"partially updated.*down_proj\.weight \(float32 \[3, 128\]\)"
+        ) as failure:
             await synchronizer.update_weights()
         assert failure.value.bucket is not None
         assert states(failure.value) == [EngineState.TAINTED]
@@ -150,12 +152,41 @@ async def test_a_shape_that_does_not_fit(subject: SGLangSubject) -> None:
 async def test_another_dtype_is_told(subject: SGLangSubject) -> None:
     model = copied(subject.trainer).to(torch.bfloat16)
     async with asyncsync.WeightSynchronizer(model, [subject.engine]) as synchronizer:
-        with pytest.raises(TransferError, match="dtype="):
+        with pytest.raises(PlanError, match="dtype="):
             await synchronizer.update_weights()
+    await serves(subject, subject.trainer, "after weights of another dtype")
     async with asyncsync.WeightSynchronizer(model, [subject.engine], dtype=torch.float32) as synchronizer:
         update = await synchronizer.update_weights()
         # Not by its tokens: after rounding two of them may be best by nothing.
         assert update.outcomes[0].digest == update.digest
+
+
+@pytest.mark.parametrize("lack", ["layers.0.self_attn.q_proj", "layers.1.mlp.gate_proj", "v_proj"])
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_part_of_what_is_fused_is_refused(subject: SGLangSubject, lack: str) -> None:
+    async with asyncsync.WeightSynchronizer(subject.trainer, [subject.engine]) as synchronizer:
+        await synchronizer.update_weights()
+    old = copied(subject.trainer)
+    step(subject.trainer, 7)
+    weights = {name: tensor for name, tensor in subject.trainer.state_dict().items() if lack not in name}
+    async with asyncsync.WeightSynchronizer(weights, [subject.engine]) as synchronizer:
+        with pytest.raises(PlanError, match=f"only a part of it is sent: .*{lack}"):
+            await synchronizer.update_weights()
+    await serves(subject, old, f"after weights without {lack}")
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_an_actor_in_the_manner_of_slime_is_labelled(subject: SGLangSubject) -> None:
+    engine = asyncsync.SGLangEngine(SlimeHandle(subject.handle), tp_size=1)
+    options: dict[str, Any] = {"policy": "abort", "bucket_size": 1}
+    for _ in range(2):
+        async with asyncsync.WeightSynchronizer(subject.trainer, [engine], **options) as synchronizer:
+            step(subject.trainer, 8)
+            update = await synchronizer.update_weights()
+        answer = await bed.request(subject.handle, list(PROMPT), 4)
+        assert {span["version"] for span in answer["meta_info"]["weight_versions"]} == {str(update.version)}
+        await serves(subject, subject.trainer, "after an update over an actor in the manner of slime")
+    assert (await engine.describe_engine()).newest_version == update.version
 
 
 @pytest.mark.asyncio(loop_scope="module")
@@ -207,15 +238,14 @@ async def test_stopped_and_then_killed(subject: SGLangSubject) -> None:
                     await asyncio.sleep(1)
         await serves(subject, subject.trainer, "thawed, and updated")
         await bystander.serves_one_of(subject.trainer)
-    old = copied(subject.trainer)
     step(subject.trainer, 9)
     loop = asyncio.get_running_loop()
     begun = loop.time()
     error = await interrupted(signal.SIGKILL, timeout=60)
     assert loop.time() - begun < 20
-    assert states(error) == [EngineState.LOST, EngineState.UNCHANGED]
+    assert states(error) == [EngineState.LOST, EngineState.UPDATED]  # the other gets the whole of it
     assert "SGLangEngine-0" in str(error)
-    await bystander.serves_one_of(old)
+    await bystander.serves_one_of(subject.trainer)
 
 
 @pytest.mark.asyncio

@@ -29,7 +29,8 @@ class RemoteEngine:
         if missing:
             raise TypeError(
                 f"{cluster.actor_class_name(handle)} is no rollout engine: it lacks {', '.join(missing)}; "
-                "include asyncsync.ModuleEngine in its class, or write an adapter with the RolloutEngine protocol"
+                "include asyncsync.ModuleEngine in its class, or write an adapter with the RolloutEngine protocol; "
+                "if there is vLLM or SGLang in it, give asyncsync.VLLMEngine(actor) or asyncsync.SGLangEngine(actor)"
             )
         self.handle = handle
 
@@ -87,7 +88,9 @@ def as_rank(candidate: Any) -> RolloutEngine:
         return RemoteEngine(candidate)
     if isinstance(candidate, RolloutEngine) and not isinstance(candidate, type):
         return candidate
+    what = repr(candidate) if isinstance(candidate, str | type) else cluster.actor_class_name(candidate)
     raise TypeError(
-        f"{candidate!r} is no rollout engine: give a Ray actor that includes asyncsync.ModuleEngine, "
-        "an object with the RolloutEngine protocol, or a list of these, one a rank"
+        f"{what} is no rollout engine: give asyncsync.VLLMEngine(…) or asyncsync.SGLangEngine(…) with an engine, an "
+        "actor or the address of a server; a Ray actor that includes asyncsync.ModuleEngine, or ModuleEngine(module) "
+        "itself; an object with the RolloutEngine protocol; or a list of these, one a rank"
     )

@@ -82,6 +82,7 @@ class SGLangFacts:
         flattened_buckets: Whether a weight update can come as one flat tensor; else tensor by tensor.
         selectors: Whether an update can be for the target or the draft model alone.
         labels: Whether its weight version can be set without aborting requests.
+        labels_in_updates: Whether it can be set by a call that updates weights.
         checksums: Whether it can give checksums of its weights.
         aborts: Whether requests can be aborted while it is paused.
         timed_flush: Whether it can be asked to flush its cache once, or for so long, and not until it succeeds.
@@ -104,6 +105,7 @@ class SGLangFacts:
     flattened_buckets: bool = True
     selectors: bool = True
     labels: bool = True
+    labels_in_updates: bool = True
     checksums: bool = True
     aborts: bool = True
     timed_flush: bool = True
@@ -127,6 +129,11 @@ class SGLangClient(ABC):
     def address(self) -> str:
         """This node's address, as the engine's processes reach it."""
         return cluster.node_address()
+
+    def tell(self, error: BaseException) -> str:
+        """What to say of an error of a call: also of which engine, as its owner knows it."""
+        said = str(error) if isinstance(error, SGLangError) else f"{type(error).__name__}: {error}"
+        return said if repr(self) in said else f"{self!r}: {said}"
 
     async def aclose(self) -> None:  # noqa: B027 - most have nothing to let go of
         """Let go of connections; the engine runs on."""

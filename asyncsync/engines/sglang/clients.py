@@ -102,7 +102,12 @@ class HTTPClient(SGLangClient):
         await self._admin.aclose()
 
     async def get_facts(self) -> SGLangFacts:
-        info = await self._info("/server_info", "/get_server_info")
+        try:
+            info = await self._info("/server_info", "/get_server_info")
+        except UnsupportedBySGLangError:
+            info = {}
+        if "tp_size" not in info:  # every SGLang says so
+            raise SGLangError("this is no answer of SGLang's: is it an SGLang server?", "/server_info")
         # It takes POST only: asking with GET tells whether it is there, and does nothing.
         probe = await self._send(self._admin, "GET", "/begin_weight_update")
         return facts_from(info, sessions=probe.status == 405)
@@ -131,14 +136,15 @@ class HTTPClient(SGLangClient):
 
     async def _send(self, server: HTTPServer, method: str, path: str, *, longer: float = 0.0, **parts: Any) -> Answer:
         try:
-            return await server.call(method, path, timeout=server.timeout + longer, **parts)
+            answer = await server.call(method, path, timeout=server.timeout + longer, **parts)
         except ServerUnreachableError as error:
             raise SGLangUnreachableError(str(error)) from error
+        if answer.status in (401, 403):
+            raise SGLangError(f"HTTP {answer.status}: the API key is refused (api_key, admin_api_key)", path)
+        return answer
 
 
 def _known(answer: Answer, call: str) -> Answer:
-    if answer.status in (401, 403):
-        raise SGLangError(f"HTTP {answer.status}: the API key is refused (api_key, admin_api_key)", call)
     if answer.status in (404, 405):
         raise UnsupportedBySGLangError("the server has no such call", call)
     return answer
@@ -231,7 +237,7 @@ class ActorClient(SGLangClient):
         self._handle = handle
 
     def __repr__(self) -> str:
-        return f"{cluster.actor_class_name(self._handle)} {cluster.actor_key(self._handle)[:8]}"
+        return f"actor {cluster.actor_class_name(self._handle)} {cluster.actor_key(self._handle)[:8]}"
 
     async def get_facts(self) -> SGLangFacts:
         info: Mapping[str, Any] = {}
@@ -244,6 +250,7 @@ class ActorClient(SGLangClient):
             flattened_buckets=self._takes("update_weights_from_distributed", "load_format"),
             selectors=self._takes("update_weights_from_distributed", "selector"),
             labels=self._takes("update_weight_version", "abort_all_requests"),
+            labels_in_updates=self._takes("update_weights_from_distributed", "weight_version"),
             checksums=self._takes("check_weights", "action"),
             aborts=self._takes("abort_request", "abort_all"),
             timed_flush=self._takes("flush_cache", "timeout"),

@@ -68,12 +68,18 @@ class SGLangEngine:
     memory. Every tensor parallel rank receives all of them, and SGLang slices them as it loads. After an update, where
     that can be done (on a CPU, so far), the checksums of all that each rank holds are compared with the trainer's.
 
+    SGLang tells the names of its parameters, the dtype that it was started with (unless that is ``"auto"``), and no
+    shapes. So names that do not fit, and weights of which none has that dtype, are refused before anything is sent; a
+    wrong shape, or one dtype of several, is found when it was loaded. The engine is paused then until a whole update
+    repairs it: a request that is sent meanwhile waits.
+
     Policies: all but ``continue`` need nothing of the engine; that one needs ``disable_radix_cache=True`` and
     ``disable_overlap_schedule=True``. ``drain`` waits for requests in flight; while others keep coming, it may have to
     begin anew now and then. An actor whose ``pause_generation`` takes no mode can only ``abort``.
 
     An actor whose ``update_weights_from_distributed`` takes no ``load_format`` receives tensors one by one: give such a
-    synchronizer ``bucket_size=1``, so that each tensor is a bucket of its own.
+    synchronizer ``bucket_size=1``, so that each tensor is a bucket of its own. If it takes no ``weight_version`` either
+    (and its ``update_weight_version`` no ``abort_all_requests``), the label that answers tell stays what it was.
 
     SGLang does not tell whether it sleeps: let it sleep and wake by :meth:`release_memory_occupation` and
     :meth:`resume_memory_occupation` here, and an update while it sleeps is refused, and one that woke is not served
@@ -94,8 +100,10 @@ class SGLangEngine:
         address: This node's address, as the engine's processes reach it; found out if None.
         tp_size: How many tensor parallel ranks it has; asked if None.
         parameter_names: Where SGLang's names are not those of a Llama or Qwen: gives, for a tensor's name in the
-            checkpoint, that of the parameter it is loaded into. Checksums are not compared then.
-        check_names: Whether names must be known to the engine, and all of its parameters be sent.
+            checkpoint, that of the parameter it is loaded into. Checksums are not compared then, and of what is fused
+            under other names than q_proj, k_proj, v_proj, gate_proj and up_proj it is yours to send all.
+        check_names: Whether names must be known to the engine, and all of its parameters be sent (with
+            ``partial=True``: of what it fuses all or nothing), in its dtype if it tells one.
         timeout: Seconds that one call to a server may take.
 
     Raises:
@@ -176,7 +184,7 @@ class SGLangEngine:
     async def accept_layout(self, layout: Layout) -> None:
         """See :meth:`asyncsync.RolloutEngine.accept_layout`."""
         known = await self._know()
-        self._accepted = await _asked(known.check.accept(layout))
+        self._accepted = await self._asked(known.check.accept(layout))
 
     async def open_group(self, rendezvous: Rendezvous) -> Contacts:
         """See :meth:`asyncsync.RolloutEngine.open_group`."""
@@ -206,7 +214,7 @@ class SGLangEngine:
         group = self._group(connection)
         if group is not None:
             del self._groups[group.rendezvous.source]
-            await shielded(_asked(group.leave()), CLEANUP_TIMEOUT)
+            await shielded(self._asked(group.leave()), CLEANUP_TIMEOUT)
 
     async def pause_generation(self, epoch: int, policy: Policy) -> None:
         """See :meth:`asyncsync.RolloutEngine.pause_generation`."""
@@ -217,9 +225,9 @@ class SGLangEngine:
         self._paused_for = epoch
         torn = self._record.tainted is not None or self._update is not None
         if again and not torn:
-            await _asked(pausing.hold_newcomers())
+            await self._asked(pausing.hold_newcomers())
         else:
-            await _asked(pausing.hold(policy, torn=torn))
+            await self._asked(pausing.hold(policy, torn=torn))
 
     async def receive_weights(self, order: UpdateOrder) -> EngineReceipt:
         """See :meth:`asyncsync.RolloutEngine.receive_weights`."""
@@ -236,7 +244,7 @@ class SGLangEngine:
         try:
             async with asyncio.timeout(order.timeout) as limit:
                 update = self._update = Update(order, accepted.plan, accepted.names, limit)
-                await _asked(known.loading.load(update, groups))
+                await self._asked(known.loading.load(update, groups))
         except OutOfStepError:
             self._renew()
             raise
@@ -258,7 +266,7 @@ class SGLangEngine:
             raise EngineError("an engine whose weights are overwritten in place must be paused for that")
         names = all_names(update.plan)
         try:
-            await _asked((await self._know()).loading.finish(update))
+            await self._asked((await self._know()).loading.finish(update))
         except BaseException:
             self._record.taint(f"update {order.version} could not be finished", names)
             raise
@@ -276,7 +284,7 @@ class SGLangEngine:
         self._record.compare(published, names)
         if self._record.tainted is not None and self._paused_for is None and not self._asleep:
             self._paused_for = epoch
-            await _asked((await self._know()).pausing.hold("abort", torn=True))
+            await self._asked((await self._know()).pausing.hold("abort", torn=True))
         return await self.describe_engine()
 
     async def resume_generation(self, epoch: int) -> None:
@@ -297,7 +305,7 @@ class SGLangEngine:
         """See :meth:`asyncsync.CheckedEngine.compare_checksums`."""
         self._record.see(epoch)
         check = (await self._know()).check
-        if different := await _asked(check.differing(self._accepted, checksums)):
+        if different := await self._asked(check.differing(self._accepted, checksums)):
             what = f"it holds other weights than were sent: {list_names(different)}"
             self._record.taint(what, self._all_names())
             raise TransferError(f"{what} (is its dtype another? then give the synchronizer dtype=…)")
@@ -311,7 +319,7 @@ class SGLangEngine:
             tags: ``"weights"``, ``"kv_cache"`` or ``"cuda_graph"``; None: all.
         """
         self._asleep |= frozenset(tags or _ALL_TAGS)
-        await _asked(self._client.release_memory_occupation(tags))
+        await self._asked(self._client.release_memory_occupation(tags))
 
     async def resume_memory_occupation(self, tags: Sequence[str] | None = None) -> None:
         """Wake the engine. If its weights were released, it must not serve until they were brought anew.
@@ -325,17 +333,21 @@ class SGLangEngine:
         back = frozenset(tags) if tags else self._asleep
         if not back or back - self._asleep:
             raise EngineError(f"not released: {list_names(set(back - self._asleep)) or 'anything'}")
-        await _asked(self._client.resume_memory_occupation(sorted(back)))
+        await self._asked(self._client.resume_memory_occupation(sorted(back)))
         self._asleep -= back
         if "weights" in back:
             self._record.taint("its weights were released", self._all_names())
 
     # -- what it does itself --------------------------------------------------------------------------------------
 
+    async def _asked(self, call: Awaitable[T]) -> T:
+        """Await calls to SGLang; their errors, of whatever kind, come back as the engine's."""
+        return await as_engine_error(call, self._client.tell)
+
     async def _know(self) -> _Known:
         """What is known of the engine; it is asked if nothing is."""
         if self._known is None:
-            facts = await _asked(self._client.get_facts())
+            facts = await self._asked(self._client.get_facts())
             self._known = _Known(
                 facts,
                 ranks_of(facts, self._tp_size),
@@ -356,7 +368,7 @@ class SGLangEngine:
 
     async def _look_whether_same(self) -> None:
         """Compare the label of the engine's weights with what was set here."""
-        label = await _asked(self._client.get_weight_version())
+        label = await self._asked(self._client.get_weight_version())
         if not self._labels:
             self._labels = frozenset({label})
         if label in self._labels:
@@ -398,7 +410,7 @@ class SGLangEngine:
         """End an update that will not be finished."""
         if (update := self._update) is not None:
             self._taint_if_touched(update)
-            await _asked((await self._know()).loading.give_up(update))
+            await self._asked((await self._know()).loading.give_up(update))
             if self._update is update:
                 self._update = None
 
@@ -408,14 +420,14 @@ class SGLangEngine:
             self._record.taint(f"update {update.order.version} was not {what}", all_names(update.plan))
 
     async def _resume(self, epoch: int) -> None:
-        facts = (await self._know()).facts
-        version = self._record.version
-        if facts.labels and version is not None and self._labels != {str(version)}:
-            self._labels |= {str(version)}  # until it is known which of them it has
-            await _asked(self._client.update_weight_version(str(version)))
-            self._labels = frozenset({str(version)})
+        loading, version = (await self._know()).loading, self._record.version
+        label, before = str(version), self._labels
+        if version is not None and before != {label}:
+            self._labels |= {label}  # until it is known which of them it has
+            labelled = await self._asked(loading.label(label, self._groups.values()))
+            self._labels = frozenset({label}) if labelled else before
         if epoch == self._record.epoch:  # else a newer update has paused it meanwhile
-            await _asked(self._client.continue_generation())
+            await self._asked(self._client.continue_generation())
             self._paused_for = None
 
 
@@ -432,12 +444,3 @@ def ranks_of(facts: SGLangFacts, tp_size: int | None) -> int:
         if (many or 1) > 1:
             raise ConnectError(f"SGLang takes no weights over a group with {what} parallelism (it has {many})")
     return ranks
-
-
-async def _asked(call: Awaitable[T]) -> T:
-    """Await calls to SGLang; their errors, of whatever kind, come back as the engine's."""
-    return await as_engine_error(call, _told)
-
-
-def _told(error: BaseException) -> str:
-    return str(error) if isinstance(error, SGLangError) else f"{type(error).__name__}: {error}"

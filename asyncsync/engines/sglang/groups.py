@@ -77,9 +77,9 @@ class Membership:
         collecting = asyncio.ensure_future(asyncio.to_thread(box.collect, self._ranks, rendezvous.join_timeout))
         collecting.add_done_callback(_seen)
         await asyncio.wait((joining, collecting), return_when=asyncio.FIRST_COMPLETED)
-        if joining.done() and joining.exception() is not None:
+        if joining.done() and (error := joining.exception()) is not None:
             box.close()
-            raise ConnectError(str(joining.exception()))
+            raise ConnectError(self._client.tell(error))
         return await collecting
 
     async def join(self, contacts: Contacts) -> None:
@@ -98,7 +98,7 @@ class Membership:
             async with asyncio.timeout(self.rendezvous.join_timeout + _FORM_TIMEOUT):
                 await asyncio.shield(joining)
         except SGLangError as error:
-            raise ConnectError(str(error)) from error
+            raise ConnectError(self._client.tell(error)) from error
         except TimeoutError as error:
             raise ConnectError("the engine did not join the group in time") from error
         self.joined = True

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from asyncsync.buckets import Plan, list_names
+import torch
+
+from asyncsync.buckets import Plan, TensorSpec, list_names
 from asyncsync.engines.sglang.calls import Selector, SGLangClient, SGLangFacts, UnsupportedBySGLangError
 from asyncsync.engines.sglang.names import ParameterNames, Targets, differing, key_of, match_names, parts_of
 from asyncsync.errors import PlanError
@@ -63,6 +65,7 @@ class LayoutCheck:
         self._parameter_names = parameter_names
         self._parameters: tuple[frozenset[str], ...] | None = None  # of each rank
         self._tells = facts.checksums
+        self._untold: set[str] = set()  # not compared, which was said
 
     @property
     def checks(self) -> bool:
@@ -91,6 +94,8 @@ class LayoutCheck:
                 "this engine's update_weights_from_distributed takes no load_format, so tensors must come one by one: "
                 "give the synchronizer bucket_size=1, or use asyncsync.SGLangActor"
             )
+        if self._check_names:
+            self._refuse_dtype(plan.specs)
         parameters = await self._known_parameters()
         targets = None
         if parameters is not None:
@@ -98,6 +103,20 @@ class LayoutCheck:
             rule = self._parameter_names
             targets = match_names(plan.specs, known, partial=layout.partial, parameter_names=rule)
         return Accepted(plan, layout.partial, targets) if layout.whole_tensors else None
+
+    def _refuse_dtype(self, specs: Sequence[TensorSpec]) -> None:
+        """Refuse weights of which none has the engine's dtype, where it tells one.
+
+        It tells one for all: that some are held in another (a router's, say) is nothing it would tell.
+        """
+        held = getattr(torch, self._facts.dtype or "auto", None)
+        floats = [spec for spec in specs if spec.dtype.is_floating_point]
+        if self._facts.quantization is None and held and floats and all(spec.dtype != held for spec in floats):
+            raise PlanError(
+                f"the engine's weights are {held}: give the synchronizer dtype={held}, "
+                f"or send them so, not {list_names({str(spec) for spec in floats})}",
+                names=sorted(spec.name for spec in floats),
+            )
 
     async def _known_parameters(self) -> tuple[frozenset[str], ...] | None:
         if self._check_names and self._tells and self._parameters is None:
@@ -107,7 +126,10 @@ class LayoutCheck:
             except UnsupportedBySGLangError:
                 self._tells = False
         if self._parameters is None:
-            _log.warning("%r: names are not compared with those of its parameters", self._client)
+            _log.warning(
+                "SGLangEngine of %r: names are not compared with those of its parameters, nor is what it has loaded",
+                self._client,
+            )
         return self._parameters
 
     def wanted(self, accepted: Accepted | None) -> Checksums:
@@ -123,8 +145,9 @@ class LayoutCheck:
                 wanted |= {key_of(rank, way, parameter): parts for way, parts in enumerate(ways)}
                 if not ways:
                     untold.add(parameter)
-        if untold:
-            _log.info("%r: checksums are not compared of %s", self._client, list_names(untold))
+        if untold - self._untold:
+            self._untold |= untold
+            _log.warning("SGLangEngine of %r: not compared after it has loaded: %s", self._client, list_names(untold))
         return wanted
 
     async def differing(self, accepted: Accepted | None, sent: Mapping[str, str]) -> list[str]:

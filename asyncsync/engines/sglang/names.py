@@ -73,7 +73,8 @@ def match_names(
         parameter_names: The caller's own rule, in place of those here.
 
     Raises:
-        PlanError: The engine does not know a name, or holds what nothing is sent for.
+        PlanError: The engine does not know a name, or holds what nothing is sent for, or fuses a tensor with one that
+            is not sent.
     """
     rule = parameter_names or (lambda name: parameter_of(name, parameters))
     known = set(parameters) | {name.removeprefix(_DRAFT) for name in parameters}
@@ -95,6 +96,14 @@ def match_names(
     if split:
         tied = "; ".join(list_names(each) for each in split.values())
         raise PlanError(f"one tensor at the trainer, and several parameters at the engine: {tied}", names=sorted(split))
+    lacking = {
+        name for place, parts in found.items() for name in _missing_parts(place, [names[index] for _, index in parts])
+    }
+    if lacking:
+        raise PlanError(
+            f"fused in the engine, and only a part of it is sent: nothing comes as {list_names(lacking)}",
+            names=sorted(lacking),
+        )
     absent = {name for name in parameters if not name.startswith(_DRAFT) and name not in found}
     if absent and not partial:
         raise PlanError(
@@ -104,6 +113,25 @@ def match_names(
     return Targets(
         tuple(names), {place: tuple(index for _, index in sorted(parts)) for place, parts in sorted(found.items())}
     )
+
+
+def _missing_parts(parameter: str, sent: Sequence[str]) -> set[str]:
+    """What a fused parameter lacks, under the names that the tensors sent for it suggest.
+
+    Refused even where not all parameters need be sent: of such a one no checksum could tell whether it came right.
+    """
+    kinds = {_taken_apart(name)[1] for name in sent}
+    members = _members_of(parameter)
+    if kinds.isdisjoint(members):
+        return set()  # it is fused in the checkpoint, or of names that are not known here
+    module, _, leaf = _taken_apart(sent[0])
+    return {f"{module}{kind}.{leaf}" for kind in members if kind not in kinds}
+
+
+def _members_of(parameter: str) -> list[str]:
+    """The modules of the checkpoint that are fused into a parameter, in their order there."""
+    fused = _taken_apart(parameter)[1]
+    return [kind for kind, (name, _) in _FUSED.items() if name == fused]
 
 
 def parameter_of(name: str, parameters: Collection[str]) -> str:
@@ -127,11 +155,9 @@ def parts_of(
         ranks: How many there are.
 
     Returns:
-        The ways in which it can be: several where it depends on how many heads the model has. Empty if no rule tells,
-        or the update does not bring all of it.
+        The ways in which it can be: several where it depends on how many heads the model has. Empty if no rule tells.
     """
-    fused = _taken_apart(parameter)[1]
-    members = [kind for kind, (name, _) in _FUSED.items() if name == fused]
+    members = _members_of(parameter)
     if (members and [_kind(spec) for spec in specs] != members) or (not members and len(specs) > 1):
         return ()
     ways: dict[tuple[ChecksumPart, ...], None] = {}

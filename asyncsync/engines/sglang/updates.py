@@ -8,16 +8,21 @@ is asked for only when the last was loaded: over HTTP, two calls could overtake 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import logging
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from asyncsync.buckets import Bucket, Plan
+from asyncsync.buckets import Bucket, Plan, TensorSpec, list_names
 from asyncsync.engines.sglang.calls import NotFlushedError, Selector, SGLangClient, SGLangError, SGLangFacts
 from asyncsync.engines.sglang.groups import Membership
 from asyncsync.errors import EngineError, LinkLostError, OutOfStepError, TransferError
 from asyncsync.messages import UpdateOrder
 from asyncsync.shield import CLEANUP_TIMEOUT
+
+_log = logging.getLogger("asyncsync")
+
+_NO_SESSION = "must run between begin_weight_update() and end_weight_update()"
 
 _END_TIMEOUT = CLEANUP_TIMEOUT / 2  # seconds; a call that waits for bytes ends at once when the source hangs up
 
@@ -64,6 +69,7 @@ class Loading:
         self._client = client
         self._facts = facts
         self._selector: Selector = selector
+        self._warned = False  # that weights cannot be labelled
 
     async def load(self, update: Update, groups: Sequence[Membership]) -> None:
         """Have it receive and load every bucket, in a session of its own.
@@ -75,6 +81,7 @@ class Loading:
         Raises:
             SGLangError: No session could be begun. Nothing was loaded.
             OutOfStepError: The engine is in no such group. Nothing was loaded.
+            EngineError: It wants sessions, which its actor does not offer. Nothing was loaded.
             TransferError: A bucket was not loaded.
         """
         if self._facts.sessions:
@@ -93,14 +100,23 @@ class Loading:
             except NotFlushedError:
                 continue  # loaded it is, all the same
             except SGLangError as error:
-                if bucket.index == 0 and "Group " in error.message and " not in " in error.message:
-                    update.touched = False
-                    raise OutOfStepError(f"the engine is in no group any more: was it restarted? ({error})") from error
-                # Bytes that did not come: what happened at the other end is not known here.
-                kind = LinkLostError if "Failed to receive weights" in error.message else TransferError
-                raise kind(str(error), bucket=bucket.index) from error
+                raise self._failure(error, update, bucket) from error
             update.flushed = flush
         update.received = True
+
+    def _failure(self, error: SGLangError, update: Update, bucket: Bucket) -> Exception:
+        """What it means that a bucket was not loaded."""
+        said = self._client.tell(error)
+        if bucket.index == 0 and "Group " in error.message and " not in " in error.message:
+            update.touched = False
+            return OutOfStepError(f"the engine is in no group any more: was it restarted? ({said})")
+        if _NO_SESSION in error.message and not self._facts.sessions:
+            update.touched = False
+            return EngineError(f"{said} (the actor lacks one of these methods, or both: add them)")
+        if "Failed to receive weights" in error.message:  # what happened at the other end is not known here
+            return LinkLostError(said, bucket=bucket.index)
+        specs = [update.plan.specs[index] for index in bucket.whole]
+        return TransferError(f"{said} (loading {_of_shapes_in(error.message, specs)})", bucket=bucket.index)
 
     async def _load_bucket(self, update: Update, bucket: Bucket, group: Membership, *, flush: bool) -> None:
         specs = [update.plan.specs[index] for index in bucket.whole]
@@ -141,6 +157,51 @@ class Loading:
                 raise EngineError(f"the engine still waits for the weights of update {update.order.version}")
         await self._end_session(update)
 
+    async def label(self, label: str, groups: Collection[Membership]) -> bool:
+        """Label its weights.
+
+        Args:
+            label: The label.
+            groups: Those it is in.
+
+        Returns:
+            Whether that could be done without aborting requests.
+
+        Raises:
+            SGLangError: It failed.
+        """
+        if self._facts.labels:
+            await self._client.update_weight_version(label)
+            return True
+        group = next((group for group in groups if group.joined), None)
+        if self._facts.labels_in_updates and group is not None:
+            await self._update_nothing(label, group)
+            return True
+        if not self._warned:
+            self._warned = True
+            _log.warning(
+                "SGLangEngine of %r: its weights cannot be labelled with their version: what it says of that is older, "
+                "and a later synchronizer goes on from there",
+                self._client,
+            )
+        return False
+
+    async def _update_nothing(self, label: str, group: Membership) -> None:
+        """An update without weights: no bytes are waited for, and the label that comes with it is set."""
+        if self._facts.sessions:
+            await self._begin_session()
+        try:
+            await self._client.update_weights_from_distributed(
+                *([], [], []),
+                group_name=group.rendezvous.connection,
+                selector=self._selector,
+                flattened=False,
+                weight_version=label,
+            )
+        finally:
+            if self._facts.sessions:
+                await self._client.end_weight_update()
+
     async def _begin_session(self) -> None:
         """Begin SGLang's session; one that was left open, by a conductor that died, is ended first."""
         try:
@@ -160,6 +221,12 @@ class Loading:
             if update.received or "no weight-update session" not in error.message:
                 raise
         update.in_session = False
+
+
+def _of_shapes_in(message: str, specs: Sequence[TensorSpec]) -> str:
+    """Which tensors an error may be about: those of a shape that it has in it, or all if none is."""
+    shaped = [spec for spec in specs if str(list(spec.shape)) in message]
+    return list_names({str(spec) for spec in shaped or specs})
 
 
 def _seen(done: asyncio.Task[Any]) -> None:

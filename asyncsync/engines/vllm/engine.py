@@ -104,7 +104,8 @@ class VLLMEngine:
             whose class includes :class:`asyncsync.VLLMActor`; or the address of an HTTP server that was started with
             ``VLLM_SERVER_DEV_MODE=1``.
         backend: The weight-transfer backend that the engine was started with: ``"asyncsync"`` or ``"nccl"``.
-        api_key: The server's API key.
+        api_key: The server's API key. vLLM asks for it where requests are made, not at its calls for weights (0.32.0):
+            a wrong one is not noticed here, and who can reach the server can change its weights.
         address: Where the engine's workers reach this process; found out if None. Not needed with ``"nccl"``.
         timeout: Seconds that one call to a server may take.
 
