@@ -42,7 +42,7 @@ class Workers(WeightReceiver, Protocol):
 
     @property
     def connected(self) -> bool:
-        """Whether they are in a group."""
+        """Whether they are in a group, or may be joining one still."""
         ...
 
     @property
@@ -60,6 +60,10 @@ class Workers(WeightReceiver, Protocol):
 
     async def check_pause(self, epoch: int) -> None:
         """See :class:`~asyncsync.engines.vllm.pauses.PauseNote`."""
+        ...
+
+    async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
+        """Have the engine pause, with nothing on its workers' devices under way."""
         ...
 
     async def load(self, order: UpdateOrder) -> None:
@@ -89,6 +93,9 @@ class VLLMEngine:
       be of the same names and shapes, all of them (``partial=True`` is refused). Of tied ones the first name alone is
       told. What was received is confirmed by no digest.
     - They come from one source: a trainer that is a pipeline of several is refused.
+    - Once a call to several workers has failed, the engine has to be restarted: vLLM may take what they have answered
+      for answers to later calls. The errors say so, and the label of the engine's weights (``"out of step: restart"``).
+      A restart is known by the label; an actor that does not tell it (``get_weight_version``) needs a new VLLMEngine.
     - NCCL waits without a timeout in vLLM. If the trainer's process dies with a bucket on its way, the engine hangs,
       and has to be restarted; the error says so. So that no engine hangs since another has failed, each gets its
       weights over a group of its own: the trainer sends them once for each.
@@ -259,7 +266,7 @@ class VLLMEngine:
         mode, clear_cache = PAUSES["recompute" if policy == "drain" and self._tainted else policy]
         await self._workers.note_pause(epoch, True)
         self._paused = True
-        await asked("pause", self._client.pause(mode, clear_cache=clear_cache))
+        await self._workers.pause(mode, clear_cache=clear_cache)
 
     async def _load(self, order: UpdateOrder) -> None:
         await self._workers.load(order)
