@@ -6,6 +6,7 @@ import asyncio
 import socket
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,10 +20,10 @@ from asyncsync.buckets import plan_buckets
 from asyncsync.engines.vllm.clients import RayClient, client_for
 from asyncsync.messages import Rendezvous, UpdateOrder
 from asyncsync.testing import CHECKS, Probe, failed, step
-from asyncsync.transports.pynccl import STORE, PyNcclJoining
+from asyncsync.transports.pynccl import STORE, PyNcclJoining, endpoint
 from asyncsync.weights import WeightSource
 from tests.chain import Chain, continued
-from tests.fake_nccl import FakeCommunicator, FakeGroup, FakeNCCLLLM, eventually, nccl
+from tests.fake_nccl import FakeCommunicator, FakeGroup, FakeLane, FakeNCCLLLM, eventually, nccl
 from tests.test_conformance import ChainEngine, FakeVLLMSubject, little_patience
 from tests.test_vllm_adapter import over
 
@@ -726,6 +727,39 @@ def test_a_join_can_be_stopped_before_and_while_it_waits(nccl: None) -> None:
         with pytest.raises(ConnectError, match="joining was stopped"):
             member.join()
         assert eventually(lambda member=member: not listens(member._port)), "the store is gone"  # type: ignore[misc]
+
+
+def test_a_worker_that_comes_when_a_join_was_given_up_is_sent_away(nccl: None) -> None:
+    """Where nobody listens it would look for the store for five minutes, and hold its engine."""
+    member = PyNcclJoining(rendezvous(0), address="127.0.0.1")
+
+    def come() -> None:
+        FakeCommunicator(FakeGroup.create(*endpoint(member._contacts.result(), STORE), 1, 2, store_timeout=2), None)
+
+    with ThreadPoolExecutor() as threads:
+        joining = threads.submit(member.join)
+        member._contacts.result()
+        member.stop()
+        with pytest.raises(ConnectError, match="joining was stopped"):
+            joining.result()
+        for _ in range(2):
+            with pytest.raises(TypeError, match="no id"):
+                come()
+
+
+def test_a_join_that_is_stopped_while_the_device_comes_up_begins_nothing(
+    nccl: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    member, threads = PyNcclJoining(rendezvous(0), address="127.0.0.1"), set(threading.enumerate())
+
+    def lane() -> FakeLane:
+        member.stop()
+        return FakeLane()
+
+    monkeypatch.setattr("asyncsync.transports.pynccl.Lane", lane)
+    with pytest.raises(ConnectError, match="joining was stopped"):
+        member.join()
+    assert set(threading.enumerate()) <= threads
 
 
 def listens(port: int) -> bool:
