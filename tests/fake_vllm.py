@@ -45,7 +45,13 @@ class FakeLLM:
         self.failing: set[str] = set()
         self.backend = True
         self._ranks = [
-            WorkerRank(self._check, self._load_into(module), device="cpu", prefix_caching=prefix_caching)
+            WorkerRank(
+                self._check,
+                self._load_into(module),
+                device="cpu",
+                prefix_caching=prefix_caching,
+                asleep=lambda: self.sleeping,
+            )
             for module in self.modules
         ]
         self.answering: list[asyncio.Task[None]] = []

@@ -148,6 +148,20 @@ async def test_an_engine_that_sleeps_or_that_others_have_paused_is_refused() -> 
 
 
 @pytest.mark.asyncio
+async def test_an_engine_that_was_put_to_sleep_while_it_waits_for_repair_is_not_loaded_into() -> None:
+    llm, model = FakeLLM(), Chain(1)
+    async with WeightSynchronizer(model, [asyncsync.VLLMEngine(llm)]) as synchronizer:
+        llm.failing.add("load")
+        await failed(synchronizer.update_weights())
+        llm.sleeping = True
+        for _ in range(2):
+            assert "asleep" in str(await failed(synchronizer.update_weights()))
+        llm.sleeping = False
+        await synchronizer.update_weights()
+        assert await serves(llm, model)
+
+
+@pytest.mark.asyncio
 async def test_continue_is_refused_where_a_prefix_cache_would_be_served() -> None:
     llm = FakeLLM(prefix_caching=True)
     async with WeightSynchronizer(Chain(1), [asyncsync.VLLMEngine(llm)], policy="continue") as synchronizer:

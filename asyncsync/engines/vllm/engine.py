@@ -96,6 +96,7 @@ class VLLMEngine:
     - Once a call to several workers has failed, the engine has to be restarted: vLLM may take what they have answered
       for answers to later calls. The errors say so, and the label of the engine's weights (``"out of step: restart"``).
       A restart is known by the label; an actor that does not tell it (``get_weight_version``) needs a new VLLMEngine.
+    - An engine that is put to sleep while a failed update has left it paused is not known to be asleep.
     - NCCL waits without a timeout in vLLM. If the trainer's process dies with a bucket on its way, the engine hangs,
       and has to be restarted; the error says so. So that no engine hangs since another has failed, each gets its
       weights over a group of its own: the trainer sends them once for each.
