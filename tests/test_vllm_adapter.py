@@ -161,6 +161,53 @@ async def test_an_engine_that_was_put_to_sleep_while_it_waits_for_repair_is_not_
         assert await serves(llm, model)
 
 
+@pytest.mark.parametrize("how", ["asleep", "cancelled"])
+@pytest.mark.asyncio
+async def test_an_engine_that_is_refused_as_it_is_met_leaves_nobody_listening(how: str) -> None:
+    llm = FakeLLM()
+    engine = asyncsync.VLLMEngine(llm)
+    asked = asyncio.Event()
+
+    async def is_sleeping() -> bool:
+        asked.set()
+        return await asyncio.Future() if how == "cancelled" else True
+
+    llm.is_sleeping = is_sleeping  # type: ignore[method-assign]
+    meeting = asyncio.create_task(engine.describe_engine())
+    await asked.wait()
+    if how == "cancelled":
+        meeting.cancel()
+    with pytest.raises(asyncsync.EngineError if how == "asleep" else asyncio.CancelledError):
+        await meeting
+    await asyncio.wait_for(asyncio.gather(*llm.answering), 5)
+    with pytest.raises(AssertionError):
+        exchange_of(engine)
+
+
+@pytest.mark.asyncio
+async def test_clean_up_at_an_engine_that_hangs_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = FakeLLM()
+    engine = asyncsync.VLLMEngine(llm)
+    status = await engine.describe_engine()
+
+    async def hang(*args: Any, **options: Any) -> None:
+        await asyncio.Future()
+
+    await engine.pause_generation(status.epoch, "abort")
+    llm.pause_generation = llm.resume_generation = hang  # type: ignore[method-assign]
+    monkeypatch.setattr("asyncsync.engines.vllm.engine.WITHIN_CLEANUP", 0.1)
+    with pytest.raises(TimeoutError, match="clean-up took longer"):
+        await engine.resume_generation(status.epoch)
+
+    async def fail(*args: Any) -> EngineStatus:
+        raise asyncsync.EngineError("planned: its workers do not answer")
+
+    monkeypatch.setattr(engine._workers, "abort_weight_update", fail)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(engine.abort_weight_update(status.epoch, published=5), 0.1)
+    await engine.aclose()
+
+
 @pytest.mark.asyncio
 async def test_continue_is_refused_where_a_prefix_cache_would_be_served() -> None:
     llm = FakeLLM(prefix_caching=True)

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Literal, Protocol
 
 from asyncsync.engines.base import EngineReceipt, WeightReceiver
-from asyncsync.engines.ranks import also
+from asyncsync.engines.ranks import WITHIN_CLEANUP, also
 from asyncsync.engines.vllm.clients import PauseMode, VLLMClient, asked, client_for
 from asyncsync.engines.vllm.lines import LinedWorkers
 from asyncsync.engines.vllm.nccl import NCCLWorkers
@@ -167,9 +167,14 @@ class VLLMEngine:
             EngineError: It is asleep, or was started with another backend.
             ConnectError: Its workers cannot reach this process.
         """
-        status = await self._workers.describe_engine()
-        self._paused, self._tainted = status.paused, status.tainted is not None
-        await self._check_awake()
+        try:
+            status = await self._workers.describe_engine()
+            self._paused, self._tainted = status.paused, status.tainted is not None
+            await self._check_awake()
+        except BaseException:
+            if not self._workers.connected:
+                await self.aclose()
+            raise
         self._epoch = max(self._epoch, status.epoch)
         return status
 
@@ -223,7 +228,7 @@ class VLLMEngine:
         except BaseException as error:
             await also(error, self._give_up(order.epoch))
             raise
-        await shielded(self._resume(order.epoch))
+        await shielded(self._resume(order.epoch), WITHIN_CLEANUP)
 
     async def abort_weight_update(self, epoch: int, published: int | None) -> EngineStatus:
         """See :meth:`asyncsync.RolloutEngine.abort_weight_update`.
@@ -236,7 +241,10 @@ class VLLMEngine:
             raise
         except AsyncSyncError as error:
             if published is not None:  # others serve that, and nobody knows whether it does
-                await also(error, self._pause(epoch, "abort"))
+                try:  # not shielded: this may wait for long, as a call that whoever makes it may end
+                    await self._pause(epoch, "abort")
+                except AsyncSyncError as failure:
+                    error.add_note(f"nor could it be paused: {failure}")
             raise
         self._paused, self._tainted = self._paused or status.paused, status.tainted is not None
         if self._tainted and not self._paused:
@@ -250,7 +258,7 @@ class VLLMEngine:
         self._see_newest(epoch, newest)
         if tainted is not None:
             raise TaintedEngineError(tainted)
-        await shielded(self._resume(epoch))
+        await shielded(self._resume(epoch), WITHIN_CLEANUP)
 
     # -- what it does itself --------------------------------------------------------------------------------------
 
