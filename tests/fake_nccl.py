@@ -3,19 +3,21 @@
 Two things stand in for vLLM's own. *Modules* of its names give the trainer's process a process group that meets at a
 real ``TCPStore``, and a communicator. Like NCCL's, that one has no timeout: who waits for a member that is gone waits
 until it is destroyed. And :class:`FakeNCCLLLM` receives as vLLM's workers do, and keeps its layers as vLLM does: not
-usable between a session's start and its finish, and spoilt by a session that begins where another has broken off.
+usable between a session's start and its finish, and spoilt by a session that begins where another has broken off. Its
+calls go on though who has made them is gone.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
+import pickle
 import socket
 import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from types import ModuleType, SimpleNamespace
@@ -59,6 +61,12 @@ class FakeGroup:
         )
         return FakeGroup(rank, world_size, store)
 
+    def broadcast_obj(self, value: Any, src: int) -> Any:
+        """As vLLM's does it, once."""
+        if self.rank == src:
+            self.store.set("broadcast_from/0/0", pickle.dumps(value))
+        return pickle.loads(self.store.get("broadcast_from/0/0"))
+
 
 class FakeCommunicator:
     """A communicator over sockets: rank 0 sends to all others."""
@@ -75,14 +83,16 @@ class FakeCommunicator:
         self._peers: list[socket.socket] = []
         if group.rank == 0:
             listening = socket.create_server(("127.0.0.1", 0))
-            group.store.set("id", str(listening.getsockname()[1]))
+            group.broadcast_obj(listening.getsockname()[1], src=0)
             for _ in range(group.world_size - 1):
                 self._peers.append(listening.accept()[0])
             listening.close()
             self._work = threading.Condition()
             threading.Thread(target=self._send, daemon=True).start()
         else:
-            self._peers.append(socket.create_connection(("127.0.0.1", int(group.store.get("id")))))
+            if (port := group.broadcast_obj(None, src=0)) is None:
+                raise TypeError("there is no id")  # as ctypes says it of NCCL's
+            self._peers.append(socket.create_connection(("127.0.0.1", port)))
         FakeCommunicator.instances.append(self)
 
     def broadcast(self, tensor: Tensor, src: int, stream: Any = None) -> _Operation:
@@ -201,8 +211,7 @@ class FakeNCCLLLM(FakeLLM):
 
     Attributes:
         communicators: Of each worker.
-        on_meta: Whether the layers cannot be used.
-        dead: Set when its process has ended.
+        on_meta: Of which workers the layers cannot be used.
     """
 
     def __init__(self, *, ranks: int = 1, prefix_caching: bool = False) -> None:
@@ -212,12 +221,11 @@ class FakeNCCLLLM(FakeLLM):
             cache_config=SimpleNamespace(enable_prefix_caching=prefix_caching),
         )
         self.communicators: list[FakeCommunicator | None] = [None] * ranks
-        self.on_meta = False
+        self.on_meta: set[int] = set()
         self._info: dict[str, Any] = {}
-        self._rest = False  # whether layers hold something of a session that was broken off
-        self._mixed = False
+        self._rest: set[int] = set()  # of which workers layers hold something of a session that was broken off
+        self._mixed: set[int] = set()
         self._core = asyncio.Lock()
-        self._answers: list[list[object]] = [[] for _ in range(ranks)]  # of the workers, that nobody has taken
 
     async def _on_ranks(self, call: Callable[[int], T]) -> None:
         """Run on every worker at once; the engine answers nothing else meanwhile, even if who asked has gone."""
@@ -230,22 +238,6 @@ class FakeNCCLLLM(FakeLLM):
                 self._answer(results)
 
         await asyncio.shield(asyncio.ensure_future(run()))
-
-    def _answer(self, results: Sequence[object]) -> None:
-        """Raise the first worker's error, and leave the other workers' answers to the next call, as vLLM does."""
-        for answers, result in zip(self._answers, results, strict=True):
-            answers.append(result)
-        for answers in self._answers:
-            if isinstance(answer := answers.pop(0), BaseException):
-                raise RuntimeError(f"Worker failed with error {str(answer)!r}")
-
-    def _answer_all(self, call: Callable[[], None]) -> None:
-        try:
-            call()
-        except RuntimeError as error:
-            self._answer([error] * len(self.modules))
-        else:
-            self._answer([None] * len(self.modules))
 
     async def resume_generation(self) -> None:
         async with self._core:
@@ -266,22 +258,21 @@ class FakeNCCLLLM(FakeLLM):
             "packed_buffer_size_bytes",
         }
         assert info["packed"]
+        await self._on_ranks(self._join)
 
-        def join(rank: int) -> None:
-            if f"rank {rank}" in self.failing:
-                self.failing.discard(f"rank {rank}")
-                raise RuntimeError(f"planned: rank {rank} does not come")
-            where = info["master_address"], info["master_port"]
-            group = FakeGroup.create(*where, info["rank_offset"] + rank, info["world_size"])
-            self.communicators[rank] = FakeCommunicator(group, None)
-
-        await self._on_ranks(join)
+    def _join(self, rank: int) -> None:
+        if f"rank {rank}" in self.failing:
+            self.failing.discard(f"rank {rank}")
+            raise RuntimeError(f"planned: rank {rank} does not come")
+        where = self._info["master_address"], self._info["master_port"]
+        group = FakeGroup.create(*where, self._info["rank_offset"] + rank, self._info["world_size"])
+        self.communicators[rank] = FakeCommunicator(group, None)
 
     async def shutdown_weight_transfer_engine(self) -> None:
         self._asked("shutdown")
 
         def leave(rank: int) -> None:
-            if self._active:
+            if self._active[rank]:
                 raise RuntimeError("Cannot release a trainer connection during a weight update")
             communicator, self.communicators[rank] = self.communicators[rank], None
             if communicator is not None:
@@ -290,32 +281,25 @@ class FakeNCCLLLM(FakeLLM):
         await self._on_ranks(leave)
 
     async def start_weight_update(self) -> None:
-        def start() -> None:
-            if self._active:
-                raise RuntimeError("start_weight_update called while a weight update is already active.")
+        def start(rank: int) -> None:
             assert self._mode is not None, "a session was begun while it generates"
-            self._mixed, self.on_meta, self._active = self._rest, True, True
+            self._start(rank)
+            self._mixed |= self._rest & {rank}
+            self.on_meta.add(rank)
 
-        async with self._core:
-            self._asked("start")
-            self._answer_all(start)
+        self._asked("start")
+        await self._on_ranks(start)
 
     async def update_weights(self, request: Any) -> None:
-        self._asked("update")
         info = request.update_info
         assert info.keys() == {"names", "dtype_names", "shapes"}
 
-        def update(rank: int) -> None:
-            if not self._active:
-                raise RuntimeError("start_weight_update must be called before update_weights.")
-            self._rest = True
-            try:
-                self._receive(rank, info)
-            except BaseException:
-                self._active = False
-                raise
+        def load(rank: int) -> None:
+            self._rest.add(rank)
+            self._receive(rank, info)
 
-        await self._on_ranks(update)
+        self._asked("update")
+        await self._on_ranks(lambda rank: self._update(rank, load))
 
     def _receive(self, rank: int, info: Any) -> None:
         communicator = self.communicators[rank]
@@ -344,23 +328,20 @@ class FakeNCCLLLM(FakeLLM):
     def _load_chunk(self, rank: int, weights: list[tuple[str, Tensor]]) -> None:
         own = self.modules[rank].state_dict()
         for name, tensor in weights:
-            if "load" in self.failing:
-                raise RuntimeError("planned: the model could not be loaded")
+            self._load_planned(rank)
             own[name].copy_(tensor)  # KeyError: a name that the model does not know
 
     async def finish_weight_update(self, weight_version: str | None = None) -> None:
-        def finish() -> None:
-            if not self._active:
-                raise RuntimeError("finish_weight_update called without a matching start_weight_update.")
-            if self._mixed:
+        def finish(rank: int) -> None:
+            self._finish(rank)
+            if rank in self._mixed:
                 with torch.no_grad():
-                    for module in self.modules:
-                        module.bias.add_(100)
-            self._active = self.on_meta = self._rest = self._mixed = False
+                    self.modules[rank].bias.add_(100)
+            for ranks in (self.on_meta, self._rest, self._mixed):
+                ranks.discard(rank)
 
-        async with self._core:
-            self._asked("finish")
-            self._answer_all(finish)
+        self._asked("finish")
+        await self._on_ranks(finish)
 
 
 async def _on_thread(call: Callable[[int], T], rank: int) -> T:

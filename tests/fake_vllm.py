@@ -2,7 +2,8 @@
 
 Its ranks are ours, as they run in vLLM's workers: real lines, real process groups, real bytes. Requests are scheduled
 as vLLM does: paused, they wait in a queue; ``wait`` lets those in flight end, ``abort`` ends them and those that wait,
-``keep`` keeps them.
+``keep`` keeps them. A session is each worker's own. And if a worker fails, the answers of those after it stay where
+they are, and are taken for those to later calls.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class FakeLLM:
     Attributes:
         calls: What was asked of it, in order.
         sleeping: Whether it has been put to sleep.
-        failing: Calls that fail, once.
+        failing: Calls that fail, once; ``load`` fails in every worker, ``load 1`` in the second alone.
     """
 
     def __init__(self, *, ranks: int = 1, prefix_caching: bool = False) -> None:
@@ -44,7 +45,13 @@ class FakeLLM:
         self.failing: set[str] = set()
         self.backend = True
         self._ranks = [
-            WorkerRank(self._check, self._load_into(module), device="cpu", prefix_caching=prefix_caching)
+            WorkerRank(
+                self._check,
+                self._load_into(module),
+                device="cpu",
+                prefix_caching=prefix_caching,
+                asleep=lambda: self.sleeping,
+            )
             for module in self.modules
         ]
         self.answering: list[asyncio.Task[None]] = []
@@ -55,7 +62,8 @@ class FakeLLM:
         self._queued: set[int] = set()
         self._aborted: set[int] = set()
         self._label = "default"
-        self._active = False
+        self._active = [False] * ranks  # a session, of each worker
+        self._answers: list[list[object]] = [[] for _ in range(ranks)]  # of the workers, that nobody has taken
 
     def _check(self, plan: Plan, partial: bool) -> frozenset[str]:
         names = {name for spec in plan.specs for name in spec.names}
@@ -75,12 +83,52 @@ class FakeLLM:
         def load(weights: Iterator[tuple[str, Tensor]]) -> None:
             own = module.state_dict()
             for number, (name, tensor) in enumerate(weights):
-                if number and "load" in self.failing:
-                    self.failing.discard("load")
-                    raise RuntimeError("planned: the model could not be loaded")
+                if number:
+                    self._load_planned(self.modules.index(module))
                 own[name].copy_(tensor)
 
         return load
+
+    def _load_planned(self, rank: int) -> None:
+        if self.failing & {"load", f"load {rank}"}:
+            raise RuntimeError(f"planned: rank {rank} could not load")
+
+    def _on_each(self, call: Callable[[int], None]) -> None:
+        """Run on every worker, and take their answers."""
+        results: list[object] = []
+        for rank in range(len(self.modules)):
+            try:
+                results.append(call(rank))  # type: ignore[func-returns-value]
+            except Exception as error:  # noqa: BLE001 - an answer
+                results.append(error)
+        self._answer(results)
+
+    def _answer(self, results: Sequence[object]) -> None:
+        """Raise the first worker's error, and leave the other workers' answers to the next call, as vLLM does."""
+        for answers, result in zip(self._answers, results, strict=True):
+            answers.append(result)
+        for answers in self._answers:
+            if isinstance(answer := answers.pop(0), BaseException):
+                raise RuntimeError(f"Worker failed with error {str(answer)!r}")
+
+    def _start(self, rank: int) -> None:
+        if self._active[rank]:
+            raise RuntimeError("start_weight_update called while a weight update is already active.")
+        self._active[rank] = True
+
+    def _update(self, rank: int, load: Callable[[int], None]) -> None:
+        if not self._active[rank]:
+            raise RuntimeError("start_weight_update must be called before update_weights.")
+        try:
+            load(rank)
+        except BaseException:
+            self._active[rank] = False
+            raise
+
+    def _finish(self, rank: int) -> None:
+        if not self._active[rank]:
+            raise RuntimeError("finish_weight_update called without a matching start_weight_update.")
+        self._active[rank] = False
 
     def _asked(self, name: str) -> None:
         self.calls.append(name)
@@ -99,10 +147,10 @@ class FakeLLM:
             self._changed.notify_all()
             if mode in ("wait", "abort"):
                 await self._changed.wait_for(lambda: not self._running)
+        self._on_each(lambda rank: None)  # their devices are idle
 
     async def resume_generation(self) -> None:
         self._asked("resume")
-        assert not self._active, "resumed within a session"
         async with self._changed:
             self._mode = None
             self._changed.notify_all()
@@ -122,23 +170,20 @@ class FakeLLM:
 
     async def start_weight_update(self) -> None:
         self._asked("start")
-        if self._active:
-            raise RuntimeError("start_weight_update called while a weight update is already active.")
-        self._active = True
+        self._on_each(self._start)
 
     async def update_weights(self, request: Any) -> None:
         self._asked("update")
         assert self._mode is not None, "loaded while it generates"
+        epoch = request.update_info["epoch"]
         try:
-            for rank in self._ranks:
-                rank.load(request.update_info["epoch"])
-        except BaseException:
-            self._active = False
-            raise
+            self._on_each(lambda rank: self._update(rank, lambda rank: self._ranks[rank].load(epoch)))
+        finally:
+            self.failing -= {name for name in self.failing if name.startswith("load")}
 
     async def finish_weight_update(self, weight_version: str | None = None) -> None:
         self._asked("finish")
-        self._active = False
+        self._on_each(self._finish)
 
     async def update_weight_version(self, new_version: str) -> None:
         self._asked("label")

@@ -52,7 +52,7 @@ async def test_an_update_asks_vllm_for_no_more_than_it_must() -> None:
     assert all(task.done() for task in llm.answering) or await asyncio.gather(*llm.answering) is not None
 
 
-@pytest.mark.parametrize("call", [*COMMIT, "load"])
+@pytest.mark.parametrize("call", ["pause wait True", "update", "resume", "load"])
 @pytest.mark.asyncio
 async def test_whatever_call_fails_the_engine_is_whole_or_tainted_and_the_next_update_works(call: str) -> None:
     llm, model, old = FakeLLM(ranks=2), Chain(1), Chain(1)
@@ -64,7 +64,7 @@ async def test_whatever_call_fails_the_engine_is_whole_or_tainted_and_the_next_u
         assert "planned" in str(error)
         assert isinstance(error, asyncsync.WeightUpdateError)
         (outcome,) = error.outcomes
-        loaded = call in ("finish", "label", "resume")
+        loaded = call == "resume"
         if call == "load":
             assert outcome.state is EngineState.TAINTED
             assert await llm.is_sleeping(), "it stays paused"
@@ -98,14 +98,38 @@ async def test_a_rank_whose_line_breaks_is_named_and_reached_anew() -> None:
         assert await serves(llm, model)
 
 
+@pytest.mark.parametrize("call", ["start", "finish", "label"])
 @pytest.mark.asyncio
-async def test_a_session_that_was_left_open_is_ended_first() -> None:
-    llm, model = FakeLLM(), Chain(1)
-    await llm.start_weight_update()
+async def test_what_vllm_says_of_its_session_matters_less_than_what_the_workers_say(call: str) -> None:
+    llm, model = FakeLLM(ranks=2), Chain(1)
+    await llm.start_weight_update()  # and somebody has left one open
+    async with WeightSynchronizer(model, [asyncsync.VLLMEngine(llm)]) as synchronizer:
+        llm.failing.add(call)
+        update = await synchronizer.update_weights()
+        assert await serves(llm, model)
+        assert await llm.get_weight_version() == str(update.version)
+    assert call not in llm.failing
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.asyncio
+async def test_workers_say_themselves_whether_they_have_loaded_whatever_vllm_takes_for_their_answers(
+    ranks: int,
+) -> None:
+    llm, model = FakeLLM(ranks=ranks), Chain(1)
     async with WeightSynchronizer(model, [asyncsync.VLLMEngine(llm)]) as synchronizer:
         await synchronizer.update_weights()
-        assert await serves(llm, model)
-    assert llm.calls[-7:] == ["start", "finish", "start", *COMMIT[2:]]
+        version = 1
+        for failing in ("load", "load 1", "load", "load 0", "load 1"):
+            step(model, version)
+            llm.failing.add(failing)
+            error = await failed(synchronizer.update_weights())
+            assert isinstance(error, asyncsync.WeightUpdateError)
+            assert [outcome.state for outcome in error.outcomes] == [EngineState.TAINTED], failing
+            assert synchronizer.weight_version == version
+            version = (await synchronizer.update_weights()).version
+            assert await serves(llm, model)
+        assert llm._answers[1], "or it was not tested"
 
 
 @pytest.mark.asyncio
@@ -121,6 +145,67 @@ async def test_an_engine_that_sleeps_or_that_others_have_paused_is_refused() -> 
         assert "somebody else has paused it" in str(await failed(synchronizer.update_weights()))
         await llm.resume_generation()
         await synchronizer.update_weights()
+
+
+@pytest.mark.asyncio
+async def test_an_engine_that_was_put_to_sleep_while_it_waits_for_repair_is_not_loaded_into() -> None:
+    llm, model = FakeLLM(), Chain(1)
+    async with WeightSynchronizer(model, [asyncsync.VLLMEngine(llm)]) as synchronizer:
+        llm.failing.add("load")
+        await failed(synchronizer.update_weights())
+        llm.sleeping = True
+        for _ in range(2):
+            assert "asleep" in str(await failed(synchronizer.update_weights()))
+        llm.sleeping = False
+        await synchronizer.update_weights()
+        assert await serves(llm, model)
+
+
+@pytest.mark.parametrize("how", ["asleep", "cancelled"])
+@pytest.mark.asyncio
+async def test_an_engine_that_is_refused_as_it_is_met_leaves_nobody_listening(how: str) -> None:
+    llm = FakeLLM()
+    engine = asyncsync.VLLMEngine(llm)
+    asked = asyncio.Event()
+
+    async def is_sleeping() -> bool:
+        asked.set()
+        return await asyncio.Future() if how == "cancelled" else True
+
+    llm.is_sleeping = is_sleeping  # type: ignore[method-assign]
+    meeting = asyncio.create_task(engine.describe_engine())
+    await asked.wait()
+    if how == "cancelled":
+        meeting.cancel()
+    with pytest.raises(asyncsync.EngineError if how == "asleep" else asyncio.CancelledError):
+        await meeting
+    await asyncio.wait_for(asyncio.gather(*llm.answering), 5)
+    with pytest.raises(AssertionError):
+        exchange_of(engine)
+
+
+@pytest.mark.asyncio
+async def test_clean_up_at_an_engine_that_hangs_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = FakeLLM()
+    engine = asyncsync.VLLMEngine(llm)
+    status = await engine.describe_engine()
+
+    async def hang(*args: Any, **options: Any) -> None:
+        await asyncio.Future()
+
+    await engine.pause_generation(status.epoch, "abort")
+    llm.pause_generation = llm.resume_generation = hang  # type: ignore[method-assign]
+    monkeypatch.setattr("asyncsync.engines.vllm.engine.WITHIN_CLEANUP", 0.1)
+    with pytest.raises(TimeoutError, match="clean-up took longer"):
+        await engine.resume_generation(status.epoch)
+
+    async def fail(*args: Any) -> EngineStatus:
+        raise asyncsync.EngineError("planned: its workers do not answer")
+
+    monkeypatch.setattr(engine._workers, "abort_weight_update", fail)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(engine.abort_weight_update(status.epoch, published=5), 0.1)
+    await engine.aclose()
 
 
 @pytest.mark.asyncio

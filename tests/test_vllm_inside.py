@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -248,3 +249,14 @@ def test_the_example_runs() -> None:
     lines = ended.stdout.splitlines()
     assert sum("WeightUpdate(version=" in line for line in lines) == 3
     assert sum("answers span an update" in line for line in lines) == 3  # how many do, the machine decides
+
+
+def test_a_worker_sees_that_its_memory_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.device_allocator.cumem import CuMemAllocator
+
+    from asyncsync.engines.vllm.worker import memory_is_asleep
+
+    assert not memory_is_asleep()
+    allocator = SimpleNamespace(pointer_to_data={1: SimpleNamespace(is_asleep=True)})
+    monkeypatch.setattr(CuMemAllocator, "instance", allocator)
+    assert memory_is_asleep()

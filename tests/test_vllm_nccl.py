@@ -6,6 +6,7 @@ import asyncio
 import socket
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,10 +20,10 @@ from asyncsync.buckets import plan_buckets
 from asyncsync.engines.vllm.clients import RayClient, client_for
 from asyncsync.messages import Rendezvous, UpdateOrder
 from asyncsync.testing import CHECKS, Probe, failed, step
-from asyncsync.transports.pynccl import STORE, PyNcclJoining
+from asyncsync.transports.pynccl import STORE, PyNcclJoining, endpoint
 from asyncsync.weights import WeightSource
 from tests.chain import Chain, continued
-from tests.fake_nccl import FakeCommunicator, FakeNCCLLLM, eventually, nccl
+from tests.fake_nccl import FakeCommunicator, FakeGroup, FakeLane, FakeNCCLLLM, eventually, nccl
 from tests.test_conformance import ChainEngine, FakeVLLMSubject, little_patience
 from tests.test_vllm_adapter import over
 
@@ -119,12 +120,17 @@ async def test_each_bucket_is_of_one_dtype_and_whole(nccl: None) -> None:
 # -- what goes wrong --------------------------------------------------------------------------------------------------
 
 
+def restart(llm: FakeNCCLLLM) -> None:
+    vars(llm).update(vars(FakeNCCLLLM(ranks=len(llm.modules))))
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("call", ["pause wait True", "start", "update", "load", "finish", "label", "resume"])
 @pytest.mark.asyncio
 async def test_whatever_call_fails_the_engine_is_whole_or_tainted_and_the_next_update_works(
-    call: str, nccl: None
+    call: str, ranks: int, nccl: None
 ) -> None:
-    llm, model, old = FakeNCCLLLM(ranks=3), Chain(1), Chain(1)
+    llm, model, old = FakeNCCLLLM(ranks=ranks), Chain(1), Chain(1)
     async with connected(model, llm) as synchronizer:
         await synchronizer.update_weights()
         step(model, 1)
@@ -146,13 +152,195 @@ async def test_whatever_call_fails_the_engine_is_whole_or_tainted_and_the_next_u
             assert await llm.is_sleeping(), "it stays paused"
         llm.failing.discard("load")
         step(model, 2)
+        if ranks > 1 and call in ("start", "update", "load", "finish"):
+            assert "has to be restarted" in str(error)
+            assert "has to be restarted" in str(await failed(synchronizer.update_weights()))
+            restart(llm)
+        await synchronizer.update_weights()
+        assert await serves(llm, model)
+
+
+@pytest.mark.parametrize("failing", ["load", "load 0", "load 1", "load 2"])
+@pytest.mark.asyncio
+async def test_of_several_workers_that_have_failed_nothing_is_believed_until_a_restart(
+    failing: str, nccl: None
+) -> None:
+    """vLLM takes what they have answered for answers to later calls, and would say that a worker has what it lacks."""
+    llm, model = FakeNCCLLLM(ranks=3), Chain(1)
+    async with connected(model, llm) as synchronizer:
+        await synchronizer.update_weights()
+        llm.failing.add(failing)
+        assert "has to be restarted" in str(await failed(synchronizer.update_weights()))
+        llm.failing.clear()
+        llm.calls.clear()
+        for _ in range(2):
+            assert "has to be restarted" in str(await failed(synchronizer.update_weights()))
+        async with connected(model, llm) as successor:
+            assert "has to be restarted" in str(await failed(successor.update_weights()))
+        assert llm.calls == []
+        assert synchronizer.weight_version == 1
+        restart(llm)
         await synchronizer.update_weights()
         assert await serves(llm, model)
 
 
 @pytest.mark.asyncio
+async def test_several_workers_that_could_not_join_serve_on_and_are_refused_until_a_restart(nccl: None) -> None:
+    llm, model, old = FakeNCCLLLM(ranks=2), Chain(1), Chain(0)
+    async with connected(model, llm) as synchronizer:
+        llm.failing |= {"rank 0", "rank 1", "label"}
+        assert "does not come" in str(await failed(synchronizer.update_weights()))
+        assert await serves(llm, old)
+        assert "has to be restarted" in str(await failed(synchronizer.update_weights())), "its label failed at first"
+        async with connected(model, llm) as successor:
+            assert "has to be restarted" in str(await failed(successor.update_weights()))
+        restart(llm)
+        await synchronizer.update_weights()
+        assert await serves(llm, model)
+
+
+@pytest.mark.asyncio
+async def test_an_answer_that_somebody_else_has_left_is_found_in_the_pause(nccl: None) -> None:
+    llm = FakeNCCLLLM(ranks=2)
+    llm._answers[1].append(RuntimeError("planned: theirs"))
+    async with connected(Chain(1), llm) as synchronizer:
+        assert "theirs" in str(await failed(synchronizer.update_weights()))
+        assert "has to be restarted" in str(await failed(synchronizer.update_weights()))
+
+
+class Held(FakeNCCLLLM):
+    """Its workers stop in the middle of a call until told."""
+
+    def __init__(self, *, ranks: int = 1) -> None:
+        super().__init__(ranks=ranks)
+        self.holding = ""
+        self.reached, self.go = threading.Event(), threading.Event()
+
+    def _hold(self, what: str) -> None:
+        if self.holding == what:
+            self.reached.set()
+            self.go.wait(30)
+
+    def _join(self, rank: int) -> None:
+        self._hold("join")
+        super()._join(rank)
+
+    def _finish(self, rank: int) -> None:
+        self._hold("finish")
+        super()._finish(rank)
+
+    def _load_chunk(self, rank: int, weights: list[tuple[str, Tensor]]) -> None:
+        self._hold("load")
+        super()._load_chunk(rank, weights)
+
+
+@pytest.mark.asyncio
+async def test_several_workers_of_an_update_that_is_cancelled_as_they_join_can_be_believed(nccl: None) -> None:
+    llm, model = Held(ranks=2), Chain(1)
+    llm.holding = "join"
+    async with connected(model, llm) as synchronizer:
+        update = asyncio.create_task(synchronizer.update_weights())
+        await asyncio.to_thread(llm.reached.wait, 10)
+        update.cancel()
+        await asyncio.sleep(0)
+        llm.go.set()
+        with pytest.raises(asyncio.CancelledError):
+            await update
+        await synchronizer.update_weights()
+        assert await serves(llm, model)
+
+
+@pytest.mark.asyncio
+async def test_an_update_that_is_cancelled_as_it_ends_is_not_ended_twice(nccl: None) -> None:
+    llm, model = Held(ranks=2), Chain(1)
+    async with connected(model, llm) as synchronizer:
+        await synchronizer.update_weights()
+        llm.holding = "finish"
+        update = asyncio.create_task(synchronizer.update_weights())
+        await asyncio.to_thread(llm.reached.wait, 10)
+        llm.calls.clear()
+        update.cancel()
+        await asyncio.sleep(0)
+        llm.go.set()
+        with pytest.raises(asyncio.CancelledError):
+            await update
+        assert "finish" not in llm.calls
+        await synchronizer.update_weights()
+        assert await serves(llm, model)
+
+
+@pytest.mark.asyncio
+async def test_a_session_is_open_until_vllm_says_that_it_is_not(nccl: None) -> None:
+    llm, model = FakeNCCLLLM(), Chain(1)
+    weights = Told(model, "output")
+    weights.go.set()
+    async with connected(weights, llm) as synchronizer:
+        llm.failing.add("finish")
+        error = str(await failed(synchronizer.update_weights()))
+        assert "planned: finish fails" in error
+        assert "restart" not in error, "it is not that the layers cannot be completed"
+        await synchronizer.update_weights()
+        weights.fail = True
+        llm.failing.add("finish")
+        assert "planned: it does not come" in str(await failed(synchronizer.update_weights()))
+        weights.fail = False
+        await synchronizer.update_weights()
+        assert await serves(llm, model)
+
+
+@pytest.mark.asyncio
+async def test_an_engine_that_is_asked_how_it_is_in_an_update_is_not_said_to_hang(
+    nccl: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("asyncsync.engines.vllm.sessions.CALL_TIMEOUT", 0.1)
+    llm, model = Held(), Chain(1)
+    engine = asyncsync.VLLMEngine(llm, backend="nccl")
+    async with WeightSynchronizer(model, [engine]) as synchronizer:
+        llm.holding = "load"
+        update = asyncio.create_task(synchronizer.update_weights())
+        await asyncio.to_thread(llm.reached.wait, 10)
+        assert (await engine.describe_engine()).paused
+        llm.go.set()
+        await update
+        assert await serves(llm, model)
+
+
+@pytest.mark.asyncio
+async def test_who_is_still_joining_is_not_hung_up_on(nccl: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM would go on with the call, and be taken for done."""
+    monkeypatch.setattr("asyncsync.engines.vllm.sessions.CALL_TIMEOUT", 0.1)
+    llm = FakeNCCLLLM()
+    engine = asyncsync.VLLMEngine(llm, backend="nccl")
+    closed: list[bool] = []
+    begun, go = asyncio.Event(), asyncio.Event()
+
+    async def init(request: Any) -> None:
+        begun.set()
+        await go.wait()
+
+    async def aclose() -> None:
+        closed.append(True)
+
+    llm.init_weight_transfer_engine = init  # type: ignore[method-assign]
+    engine._client.aclose = aclose  # type: ignore[method-assign]
+    await engine.describe_engine()
+    await engine.open_group(rendezvous(1))
+    joining = asyncio.create_task(engine.join_group("a", {STORE: b"127.0.0.1:1"}))
+    await begun.wait()
+    joining.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await joining
+    await engine.leave_group("a")
+    assert not closed
+    go.set()
+    await engine.describe_engine()
+    await engine.leave_group("a")
+    assert closed
+
+
+@pytest.mark.asyncio
 async def test_a_name_that_vllm_does_not_know_is_an_error_of_the_transfer(nccl: None) -> None:
-    llm, model = FakeNCCLLLM(ranks=3), Chain(1)
+    llm, model = FakeNCCLLLM(), Chain(1)
     weights = {"no.such.weight": torch.zeros(3)} | model.state_dict()
     engine = asyncsync.VLLMEngine(llm, backend="nccl")
     async with WeightSynchronizer(lambda: weights, [engine]) as synchronizer:
@@ -262,7 +450,7 @@ async def test_an_engine_that_waits_for_a_trainer_that_was_killed_is_said_to_nee
         (source,) = source_communicators()
         source.lose()
         update = asyncio.create_task(failed(synchronizer.update_weights()))
-        assert await asyncio.to_thread(eventually, llm._core.locked)
+        assert await asyncio.to_thread(eventually, lambda: llm.calls.count("update") > BUCKETS and llm._core.locked())
         update.cancel()
         with pytest.raises(asyncio.CancelledError):
             await update
@@ -277,20 +465,32 @@ async def test_an_engine_that_waits_for_a_trainer_that_was_killed_is_said_to_nee
 
 @pytest.mark.asyncio
 async def test_an_engine_that_was_restarted_is_known_by_its_label(nccl: None) -> None:
-    llm, model = FakeNCCLLLM(), Chain(1)
+    llm, model = FakeNCCLLLM(ranks=2), Chain(1)
     engine = asyncsync.VLLMEngine(llm, backend="nccl")
     async with WeightSynchronizer(model, [engine]) as synchronizer:
         await synchronizer.update_weights()
         before = await engine.describe_engine()
-        llm._label, llm.communicators = "default", [None]
+        llm._label, llm.communicators = "default", [None] * 2
         after = await engine.describe_engine()
         assert after.instance != before.instance
         assert "restarted" in str(after.tainted)
         assert after.connections == ()
         await synchronizer.update_weights()
         assert await serves(llm, model)
-        llm._label, llm.communicators = "default", [None]
+        llm._label, llm.communicators = "default", [None] * 2
         await synchronizer.update_weights()  # it was believed to be in step; and is connected anew in the same call
+        assert await serves(llm, model)
+
+
+@pytest.mark.asyncio
+async def test_a_group_is_left_by_those_who_are_in_it_alone(nccl: None) -> None:
+    llm, model = FakeNCCLLLM(ranks=2), Chain(1)
+    async with connected(model, llm) as synchronizer:
+        async with connected(model, llm) as before:
+            await before.update_weights()
+            await synchronizer.update_weights()
+        step(model, 1)
+        await synchronizer.update_weights()
         assert await serves(llm, model)
 
 
@@ -375,7 +575,10 @@ async def test_an_engine_that_joins_gets_the_next_update(nccl: None) -> None:
 
 
 @pytest.mark.asyncio
-async def test_workers_that_wait_for_one_that_does_not_come_are_sent_away(nccl: None) -> None:
+async def test_workers_that_wait_for_one_that_does_not_come_are_sent_away(
+    nccl: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("asyncsync.engines.vllm.sessions.CALL_TIMEOUT", 0.1)
     llm = FakeNCCLLLM(ranks=2)
     llm.failing.add("rank 1")
     async with connected(Chain(1), llm) as synchronizer:
@@ -385,6 +588,7 @@ async def test_workers_that_wait_for_one_that_does_not_come_are_sent_away(nccl: 
         with pytest.raises(asyncio.CancelledError):
             await update
         assert await asyncio.to_thread(eventually, lambda: not llm._core.locked(), 3), "before the store gives up"
+        restart(llm)
         await synchronizer.update_weights()
         assert await serves(llm, Chain(1))
 
@@ -504,7 +708,7 @@ class Remote:
 
 def rendezvous(rank: int, **changes: Any) -> Rendezvous:
     values: dict[str, Any] = {"backend": "nccl", "transport": "pynccl", "world_size": 2, "operation_timeout": 0.1}
-    return Rendezvous(connection="a", rank=rank, join_timeout=5, **values | changes)
+    return Rendezvous(connection="a", rank=rank, **{"join_timeout": 5} | values | changes)
 
 
 def test_only_the_source_joins_and_with_the_same_protocol() -> None:
@@ -515,7 +719,7 @@ def test_only_the_source_joins_and_with_the_same_protocol() -> None:
 
 def test_a_join_can_be_stopped_before_and_while_it_waits(nccl: None) -> None:
     for when in ("before", "while"):
-        member = PyNcclJoining(rendezvous(0), address="127.0.0.1")
+        member = PyNcclJoining(rendezvous(0, join_timeout=1), address="127.0.0.1")
         if when == "before":
             member.stop()
         else:
@@ -523,6 +727,39 @@ def test_a_join_can_be_stopped_before_and_while_it_waits(nccl: None) -> None:
         with pytest.raises(ConnectError, match="joining was stopped"):
             member.join()
         assert eventually(lambda member=member: not listens(member._port)), "the store is gone"  # type: ignore[misc]
+
+
+def test_a_worker_that_comes_when_a_join_was_given_up_is_sent_away(nccl: None) -> None:
+    """Where nobody listens it would look for the store for five minutes, and hold its engine."""
+    member = PyNcclJoining(rendezvous(0), address="127.0.0.1")
+
+    def come() -> None:
+        FakeCommunicator(FakeGroup.create(*endpoint(member._contacts.result(), STORE), 1, 2, store_timeout=2), None)
+
+    with ThreadPoolExecutor() as threads:
+        joining = threads.submit(member.join)
+        member._contacts.result()
+        member.stop()
+        with pytest.raises(ConnectError, match="joining was stopped"):
+            joining.result()
+        for _ in range(2):
+            with pytest.raises(TypeError, match="no id"):
+                come()
+
+
+def test_a_join_that_is_stopped_while_the_device_comes_up_begins_nothing(
+    nccl: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    member, threads = PyNcclJoining(rendezvous(0), address="127.0.0.1"), set(threading.enumerate())
+
+    def lane() -> FakeLane:
+        member.stop()
+        return FakeLane()
+
+    monkeypatch.setattr("asyncsync.transports.pynccl.Lane", lane)
+    with pytest.raises(ConnectError, match="joining was stopped"):
+        member.join()
+    assert set(threading.enumerate()) <= threads
 
 
 def listens(port: int) -> bool:
@@ -538,8 +775,6 @@ def link(nccl: None) -> Iterator[Any]:
     def come() -> None:
         assert eventually(lambda: member._contacts.done())
         port = int(member._contacts.result()[STORE].decode().rpartition(":")[2])
-        from tests.fake_nccl import FakeGroup
-
         FakeCommunicator(FakeGroup.create("127.0.0.1", port, 1, 2), None)
 
     worker = threading.Thread(target=come)

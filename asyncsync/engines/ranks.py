@@ -28,6 +28,9 @@ from asyncsync.messages import Contacts, EngineStatus, Layout, Rendezvous, Updat
 from asyncsync.shards import Block, owners_of
 from asyncsync.shield import CLEANUP_TIMEOUT, shielded
 
+WITHIN_CLEANUP = 0.9 * CLEANUP_TIMEOUT
+"""Seconds for clean-up that is shielded within a step of clean-up: it must end before that is given up."""
+
 T = TypeVar("T")
 R = TypeVar("R", bound=WeightReceiver)
 
@@ -224,6 +227,6 @@ def raise_first(results: Mapping[int, T | Exception]) -> Sequence[T]:
 async def also(error: BaseException, cleanup: Any) -> None:
     """Clean up after an error; what fails in that is noted on it."""
     try:
-        await shielded(cleanup)
+        await shielded(cleanup, WITHIN_CLEANUP)
     except (AsyncSyncError, TimeoutError) as failure:
         error.add_note(f"clean-up failed too: {failure}")

@@ -3,11 +3,13 @@
 vLLM's ``nccl`` weight-transfer backend joins no group of ``torch.distributed``'s. Its members meet at a ``TCPStore``,
 take an id from there, and make an NCCL communicator with it. Here is rank 0 of that, of vLLM's own parts: the source.
 
-Two facts shape it. Making the communicator cannot be interrupted, and has no timeout: one worker that does not come
+Three facts shape it. Making the communicator cannot be interrupted, and has no timeout: one worker that does not come
 would hold the worker thread for ever. So it begins only when every worker has come to the store, which is waited for
-aside. And a broadcast has no timeout in vLLM: a worker that was told to receive what then is not sent hangs its whole
-engine for ever. So the source tells what it has begun to send (:mod:`~asyncsync.transports.sent_count`); whoever
-conducts the workers has them receive nothing else; and a link that is closed lets what it has begun come to its end.
+aside. A worker that finds no store looks for it for five minutes, and holds its engine: so the store of a join that was
+given up stays for those who are late, and sends them away. And a broadcast has no timeout in vLLM: a worker that was
+told to receive what then is not sent hangs its whole engine for ever. So the source tells what it has begun to send
+(:mod:`~asyncsync.transports.sent_count`); whoever conducts the workers has them receive nothing else; and a link that
+is closed lets what it has begun come to its end.
 
 None of this was ever run on a GPU: the tests put a communicator in place of NCCL's that does the same over sockets.
 """
@@ -92,6 +94,7 @@ class PyNcclJoining:
         self._port = 0
         self._contacts: Future[Contacts] = Future()
         self._meeting: Future[Any] | None = Future()  # vLLM's group, once all members have come
+        self._mutex = threading.Lock()
 
     def join(self) -> PyNcclLink:
         """Collective. Make the group. Blocks until every worker has come: call it on the member's worker thread.
@@ -104,13 +107,14 @@ class PyNcclJoining:
             new_group, new_communicator = _vllm_parts()
             meeting = self._meeting
             assert meeting is not None
-            if meeting.done():
-                meeting.result()  # stopped before it began
             lane = Lane()
             count = SentCount(self._address, self.rendezvous.world_size)
-            # Bound before anyone is told of it, and held: the store takes over this very socket.
-            listening = socket.create_server((self._address, 0))
-            self._port = listening.getsockname()[1]
+            with self._mutex:
+                if meeting.done():
+                    meeting.result()  # stopped before it began
+                # Bound before anyone is told of it, and held: the store takes over this very socket.
+                listening = socket.create_server((self._address, 0))
+                self._port = listening.getsockname()[1]
             run = partial(self._meet, new_group, listening, meeting)
             threading.Thread(target=run, name="asyncsync-meet", daemon=True).start()
             with suppress(InvalidStateError):
@@ -148,7 +152,7 @@ class PyNcclJoining:
 
     def stop(self) -> None:
         """Have :meth:`join` give up waiting, and send away the workers that have come."""
-        with suppress(InvalidStateError):
+        with self._mutex, suppress(InvalidStateError):
             if self._meeting is not None:
                 self._meeting.set_exception(ConnectError("joining was stopped"))
                 if self._port:
@@ -156,6 +160,7 @@ class PyNcclJoining:
 
     def _meet(self, new_group: Callable[..., Any], listening: socket.socket, meeting: Future[Any]) -> None:
         """Host the store, and wait for the workers: its constructor does, and cannot be interrupted."""
+        deadline = time.monotonic() + self.rendezvous.join_timeout
         try:
             group = new_group(
                 host=self._address,
@@ -168,12 +173,15 @@ class PyNcclJoining:
         except (RuntimeError, OSError) as error:
             with suppress(InvalidStateError):
                 meeting.set_exception(ConnectError(f"not every worker came: {error}"))
-        else:
-            with suppress(InvalidStateError):  # stopped meanwhile: dropping the store ends the workers' waiting
-                meeting.set_result(group)
+            return
+        try:
+            meeting.set_result(group)
+        except InvalidStateError:  # stopped meanwhile
+            group.broadcast_obj(None, src=0)  # what no communicator can be made of, in place of NCCL's id
+            threading.Event().wait(deadline - time.monotonic())
 
     def _dismiss(self) -> None:
-        """Come to the store in place of the workers that are missing: then it need not wait, and can be dropped."""
+        """Come to the store in place of the workers that are missing: then its constructor need not wait for them."""
         with suppress(RuntimeError):
             for _ in range(self.rendezvous.world_size):
                 TCPStore(

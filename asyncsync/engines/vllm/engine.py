@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Literal, Protocol
 
 from asyncsync.engines.base import EngineReceipt, WeightReceiver
-from asyncsync.engines.ranks import also
+from asyncsync.engines.ranks import WITHIN_CLEANUP, also
 from asyncsync.engines.vllm.clients import PauseMode, VLLMClient, asked, client_for
 from asyncsync.engines.vllm.lines import LinedWorkers
 from asyncsync.engines.vllm.nccl import NCCLWorkers
@@ -42,7 +42,7 @@ class Workers(WeightReceiver, Protocol):
 
     @property
     def connected(self) -> bool:
-        """Whether they are in a group."""
+        """Whether they are in a group, or may be joining one still."""
         ...
 
     @property
@@ -60,6 +60,10 @@ class Workers(WeightReceiver, Protocol):
 
     async def check_pause(self, epoch: int) -> None:
         """See :class:`~asyncsync.engines.vllm.pauses.PauseNote`."""
+        ...
+
+    async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
+        """Have the engine pause, with nothing on its workers' devices under way."""
         ...
 
     async def load(self, order: UpdateOrder) -> None:
@@ -89,6 +93,10 @@ class VLLMEngine:
       be of the same names and shapes, all of them (``partial=True`` is refused). Of tied ones the first name alone is
       told. What was received is confirmed by no digest.
     - They come from one source: a trainer that is a pipeline of several is refused.
+    - Once a call to several workers has failed, the engine has to be restarted: vLLM may take what they have answered
+      for answers to later calls. The errors say so, and the label of the engine's weights (``"out of step: restart"``).
+      A restart is known by the label; an actor that does not tell it (``get_weight_version``) needs a new VLLMEngine.
+    - An engine that is put to sleep while a failed update has left it paused is not known to be asleep.
     - NCCL waits without a timeout in vLLM. If the trainer's process dies with a bucket on its way, the engine hangs,
       and has to be restarted; the error says so. So that no engine hangs since another has failed, each gets its
       weights over a group of its own: the trainer sends them once for each.
@@ -160,9 +168,14 @@ class VLLMEngine:
             EngineError: It is asleep, or was started with another backend.
             ConnectError: Its workers cannot reach this process.
         """
-        status = await self._workers.describe_engine()
-        self._paused, self._tainted = status.paused, status.tainted is not None
-        await self._check_awake()
+        try:
+            status = await self._workers.describe_engine()
+            self._paused, self._tainted = status.paused, status.tainted is not None
+            await self._check_awake()
+        except BaseException:
+            if not self._workers.connected:
+                await self.aclose()
+            raise
         self._epoch = max(self._epoch, status.epoch)
         return status
 
@@ -216,7 +229,7 @@ class VLLMEngine:
         except BaseException as error:
             await also(error, self._give_up(order.epoch))
             raise
-        await shielded(self._resume(order.epoch))
+        await shielded(self._resume(order.epoch), WITHIN_CLEANUP)
 
     async def abort_weight_update(self, epoch: int, published: int | None) -> EngineStatus:
         """See :meth:`asyncsync.RolloutEngine.abort_weight_update`.
@@ -229,7 +242,10 @@ class VLLMEngine:
             raise
         except AsyncSyncError as error:
             if published is not None:  # others serve that, and nobody knows whether it does
-                await also(error, self._pause(epoch, "abort"))
+                try:  # not shielded: this may wait for long, as a call that whoever makes it may end
+                    await self._pause(epoch, "abort")
+                except AsyncSyncError as failure:
+                    error.add_note(f"nor could it be paused: {failure}")
             raise
         self._paused, self._tainted = self._paused or status.paused, status.tainted is not None
         if self._tainted and not self._paused:
@@ -243,7 +259,7 @@ class VLLMEngine:
         self._see_newest(epoch, newest)
         if tainted is not None:
             raise TaintedEngineError(tainted)
-        await shielded(self._resume(epoch))
+        await shielded(self._resume(epoch), WITHIN_CLEANUP)
 
     # -- what it does itself --------------------------------------------------------------------------------------
 
@@ -260,7 +276,7 @@ class VLLMEngine:
         mode, clear_cache = PAUSES["recompute" if policy == "drain" and self._tainted else policy]
         await self._workers.note_pause(epoch, True)
         self._paused = True
-        await asked("pause", self._client.pause(mode, clear_cache=clear_cache))
+        await self._workers.pause(mode, clear_cache=clear_cache)
 
     async def _load(self, order: UpdateOrder) -> None:
         await self._workers.load(order)

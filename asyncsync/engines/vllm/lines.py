@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Awaitable
 
 from asyncsync.engines.base import EngineReceipt
 from asyncsync.engines.channel import Exchange, Line
 from asyncsync.engines.ranks import ReceivingRanks
-from asyncsync.engines.vllm.clients import VLLMClient, asked, asked_to_connect
+from asyncsync.engines.vllm.clients import PauseMode, VLLMClient, asked, asked_to_connect
 from asyncsync.errors import EngineError, OutOfStepError
 from asyncsync.messages import Contacts, EngineStatus, Layout, Rendezvous, UpdateOrder
 
@@ -39,7 +40,6 @@ class LinedWorkers:
         self._ranks: ReceivingRanks[WorkerLine] = ReceivingRanks(())
         self._groups: dict[int, str] = {}  # by source, of which it is in one group at a time
         self._reaching = asyncio.Lock()
-        self._in_session = False
         self._unlabelled: int | None = None  # the version that was loaded, and may be labelled as the last still
 
     def __repr__(self) -> str:
@@ -101,18 +101,44 @@ class LinedWorkers:
             raise OutOfStepError("the connections to the engine's workers broke since the last update")
         return await self._ranks.receive_weights(order)
 
+    async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
+        """See :class:`~asyncsync.engines.vllm.engine.Workers`."""
+        for tries_left in reversed(range(max(1, len(self._ranks.engines)))):
+            try:
+                await asked("pause", self._client.pause(mode, clear_cache=clear_cache))
+                break
+            except EngineError as error:  # maybe what a worker answered to an earlier call
+                if not tries_left or "Worker failed" not in str(error):
+                    raise
+
     async def load(self, order: UpdateOrder) -> None:
-        """Have every worker load what it has received."""
-        await self._start_session()
+        """Have every worker load what it has received, and tell itself what became of that.
+
+        vLLM's own answers are not believed: of several workers they may be those to earlier calls
+        (:mod:`~asyncsync.engines.vllm.sessions`). And to our backend its session means nothing.
+        """
+        failed = await self._try("start_weight_update", self._client.start_update())
         self._unlabelled = order.version
-        await asked("update_weights", self._client.update({"epoch": order.epoch}))
-        await asked("finish_weight_update", self._client.finish_update(str(order.version)))
-        self._in_session, self._unlabelled = False, None
+        failed = await self._try("update_weights", self._client.update({"epoch": order.epoch})) or failed
+        # Over now: a load that has begun comes to its end, and none that comes late does anything.
+        status = await self._ranks.abort_weight_update(order.epoch, None)
+        if status.weight_version != order.version:
+            raise failed or EngineError(f"update {order.version} was not loaded: {status.tainted or 'nobody says why'}")
+        if await self._try("finish_weight_update", self._client.finish_update(str(order.version))) is not None:
+            await asked("update_weight_version", self._client.label(str(order.version)))
+        self._unlabelled = None
+
+    async def _try(self, what: str, call: Awaitable[None]) -> EngineError | None:
+        try:
+            await asked(what, call)
+        except EngineError as error:
+            _log.info("%s", error)
+            return error
+        return None
 
     async def abort_weight_update(self, epoch: int, published: int | None) -> EngineStatus:
         """See :meth:`asyncsync.RolloutEngine.abort_weight_update`."""
         status = await self._ranks.abort_weight_update(epoch, published)
-        await self._end_session()
         if self._unlabelled is not None and status.weight_version == self._unlabelled:
             await asked("update_weight_version", self._client.label(str(self._unlabelled)))
         self._unlabelled = None
@@ -122,26 +148,6 @@ class LinedWorkers:
         """Hang up."""
         self._hang_up()
         self._groups.clear()
-
-    async def _start_session(self) -> None:
-        """Begin vLLM's session; one that was left open, by a conductor that died, is ended first."""
-        self._in_session = True
-        try:
-            await asked("start_weight_update", self._client.start_update())
-        except EngineError as error:
-            if "already active" not in str(error):
-                raise
-            await asked("finish_weight_update", self._client.finish_update(None))
-            await asked("start_weight_update", self._client.start_update())
-
-    async def _end_session(self) -> None:
-        """End vLLM's session, which may be open still; mostly vLLM has ended it. Our backend does nothing in that."""
-        if self._in_session:
-            try:
-                await asked("finish_weight_update", self._client.finish_update(None))
-            except EngineError as error:
-                _log.debug("vLLM's session was ended before: %s", error)
-            self._in_session = False
 
     async def _reach(self) -> None:
         """Have every worker connect, unless all are connected."""

@@ -25,9 +25,9 @@ from typing import TypeAlias
 from asyncsync.buckets import Bucket, Plan, list_names
 from asyncsync.engines.base import EngineReceipt
 from asyncsync.engines.record import ANOTHER, WeightRecord, all_names
-from asyncsync.engines.vllm.clients import VLLMClient, asked, asked_to_connect
+from asyncsync.engines.vllm.clients import PauseMode, VLLMClient, asked, asked_to_connect
 from asyncsync.engines.vllm.pauses import PauseNote
-from asyncsync.engines.vllm.sessions import Session
+from asyncsync.engines.vllm.sessions import CALL_TIMEOUT, OUT_OF_STEP, Session
 from asyncsync.errors import AsyncSyncError, ConnectError, EngineError, OutOfStepError, PlanError, TransferError
 from asyncsync.messages import PROTOCOL_VERSION, Contacts, EngineStatus, Layout, Policy, Rendezvous, UpdateOrder
 from asyncsync.shield import shielded
@@ -91,17 +91,23 @@ class NCCLWorkers:
 
     @property
     def connected(self) -> bool:
-        """Whether they are in a group."""
-        return self._group is not None
+        """Whether they are in a group, or may be joining one still."""
+        return self._group is not None or not self._session.answered
 
     async def describe_engine(self) -> EngineStatus:
         """See :meth:`asyncsync.RolloutEngine.describe_engine`."""
         await self._session.settle()
+        status = await self._describe()
+        await self._session.refuse_out_of_step()
+        return status
+
+    async def _describe(self) -> EngineStatus:
         await self._look_whether_same()
         if self._ranks is None:
             self._ranks = await asked("get_world_size", self._client.ranks())
         if self._ranks is None:
             raise ConnectError("this engine does not tell how many workers it has: include asyncsync.VLLMActor in it")
+        self._session.ranks = self._ranks
         policies: tuple[Policy, ...] = ("drain", "abort", "recompute", "continue")
         cannot: dict[Policy, str] = {}
         if await asked("prefix_caching", self._client.prefix_caching()) is not False:
@@ -136,6 +142,11 @@ class NCCLWorkers:
         """See :class:`~asyncsync.engines.vllm.engine.Workers`."""
         self._pause.check(epoch)
 
+    async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
+        """See :class:`~asyncsync.engines.vllm.engine.Workers`."""
+        call = asked("pause", self._client.pause(mode, clear_cache=clear_cache))
+        await self._session.hear(call, sign="Worker failed")  # else it has not come to the workers
+
     async def accept_layout(self, layout: Layout) -> None:
         """See :meth:`asyncsync.RolloutEngine.accept_layout`.
 
@@ -159,8 +170,6 @@ class NCCLWorkers:
             raise ConnectError("the two ends speak different protocols: install the same version of asyncsync at both")
         while self._group is not None:  # another may have opened one meanwhile
             await self.leave_group(self._group.rendezvous.connection)
-        if self._session.unheard:
-            await self._session.leave(self._ranks or 1)
         self._group = _Group(rendezvous)
         return {}
 
@@ -181,13 +190,12 @@ class NCCLWorkers:
         }
         try:
             async with asyncio.timeout(rendezvous.join_timeout + FORM_TIMEOUT):
-                await self._session.ask(asked_to_connect("nccl", self._client.init_transfer(info)))
+                await self._session.ask(lambda: asked_to_connect("nccl", self._client.init_transfer(info)))
                 group.watch = await watch_source(*endpoint(contacts, COUNT))
         except BaseException as error:
-            if self._session.answered:
-                await shielded(self._leave(group))
-            elif self._group is group:
-                self._group = None  # the call ends when the source, that is told next, has left
+            # First: if all come, they have joined in a moment. Their source is told next, and would send them away with
+            # an error, after which several could not be believed.
+            await shielded(self._leave(group))
             if isinstance(error, TimeoutError):
                 raise ConnectError("the engine has not joined vLLM's group in time") from error
             raise
@@ -203,6 +211,7 @@ class NCCLWorkers:
     async def receive_weights(self, order: UpdateOrder) -> EngineReceipt:
         """See :meth:`asyncsync.RolloutEngine.receive_weights`."""
         self._record.check_new(order)
+        await self._look_whether_same()  # a new process would fail, and of several workers not be believed any more
         await self._give_up()
         plan, group = self._plan, self._group
         if plan is None or plan.digest != order.plan_digest:
@@ -270,7 +279,7 @@ class NCCLWorkers:
         self._record.end(epoch)
         await self._give_up()
         self._record.compare(published, frozenset())  # whatever it lacks, the next brings all
-        return await self.describe_engine()
+        return await self._describe()
 
     async def aclose(self) -> None:
         """Leave the group."""
@@ -306,7 +315,10 @@ class NCCLWorkers:
         if group.watch is not None:
             group.watch.close()
         try:
-            await self._session.leave(self._ranks or 1)
+            async with asyncio.timeout(CALL_TIMEOUT):
+                label = await asked("get_weight_version", self._client.weight_version())
+                if label is None or label in self._labels:  # else they have left it already, and may be in another's
+                    await self._session.leave()
         except (AsyncSyncError, TimeoutError) as error:
             _log.info("leaving vLLM's group: %s", error)
 
@@ -315,7 +327,10 @@ class NCCLWorkers:
         label = await asked("get_weight_version", self._client.weight_version())
         if label is None:
             return
-        if not self._labels or label in self._labels:
+        if label == OUT_OF_STEP:  # whoever has found it so
+            self._session.out_of_step = self._session.labelled = True
+            return
+        if not self._session.labelled and (not self._labels or label in self._labels):
             self._labels = self._labels or frozenset({label})
             return
         self._labels, self._ranks = frozenset({label}), None

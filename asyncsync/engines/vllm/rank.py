@@ -18,7 +18,7 @@ from asyncsync.engines.host_store import HostStore
 from asyncsync.engines.receiving import Receiver
 from asyncsync.engines.record import WeightRecord, all_names
 from asyncsync.engines.vllm.pauses import PauseNote
-from asyncsync.errors import OutOfStepError
+from asyncsync.errors import EngineError, OutOfStepError
 from asyncsync.messages import Contacts, EngineStatus, Layout, Policy, Rendezvous, UpdateOrder
 from asyncsync.threads import WorkerThread
 
@@ -39,11 +39,15 @@ class WorkerRank:
         load: Loads a whole set of weights.
         device: Device type of the model.
         prefix_caching: Whether the engine keeps what prefixes of requests came to.
+        asleep: Tells whether the model's memory has been taken away.
     """
 
-    def __init__(self, check: Check, load: Load, *, device: str, prefix_caching: bool) -> None:
+    def __init__(
+        self, check: Check, load: Load, *, device: str, prefix_caching: bool, asleep: Callable[[], bool]
+    ) -> None:
         self._check_layout = check
         self._load_weights = load
+        self._asleep = asleep
         self._device = device
         self._prefix_caching = prefix_caching
         self._address = "127.0.0.1"
@@ -137,7 +141,7 @@ class WorkerRank:
         """Load what was received in an epoch. On the thread that may load, between two steps of the engine.
 
         Raises:
-            EngineError: Nothing was received then (any more).
+            EngineError: Nothing was received then (any more), or the engine is asleep.
             OutOfStepError: The epoch was aborted.
             Exception: What the model raised; the engine is tainted then.
         """
@@ -145,6 +149,8 @@ class WorkerRank:
             if epoch <= self._record.ended_epoch or epoch < self._record.epoch:
                 raise OutOfStepError(f"epoch {epoch} is over: it was aborted, loaded, or overtaken")
             session = self._receiver.received(epoch)
+            if self._asleep():  # put to sleep in an update's own pause, which vLLM does not tell from sleep
+                raise EngineError("the engine is asleep: wake it up before the update")
             self._receiver.take(session)
             names = all_names(session.plan)
             try:

@@ -65,7 +65,9 @@ class AsyncSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._rank = parallel.data_parallel_index * parallel.world_size + parallel.rank
         self._ranks = parallel.data_parallel_size * parallel.world_size
         prefixes = bool(vllm_config.cache_config.enable_prefix_caching)
-        self._end = WorkerRank(self._check, self._load, device=device.type, prefix_caching=prefixes)
+        self._end = WorkerRank(
+            self._check, self._load, device=device.type, prefix_caching=prefixes, asleep=memory_is_asleep
+        )
         self._control: asyncio.AbstractEventLoop | None = None
         self._answering: set[Future[None]] = set()
 
@@ -114,6 +116,17 @@ class AsyncSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if self._control is not None:
             asyncio.run_coroutine_threadsafe(_end_loop(), self._control)
             self._control = None
+
+
+def memory_is_asleep() -> bool:
+    """Whether sleep mode has taken memory of this process's device away (``device_allocator/cumem.py``, 0.32.0)."""
+    try:
+        from vllm.device_allocator.cumem import CuMemAllocator
+
+        allocator = CuMemAllocator.instance
+        return allocator is not None and any(data.is_asleep for data in allocator.pointer_to_data.values())
+    except (ImportError, AttributeError):
+        return False  # another version or device: it cannot be told here
 
 
 async def _end_loop() -> None:
