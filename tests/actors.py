@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -37,6 +38,10 @@ class Probe:
     def open_files(self) -> int:
         """Number of file descriptors."""
         return int(psutil.Process().num_fds())
+
+    def threads(self) -> int:
+        """Number of Python's threads."""
+        return threading.active_count()
 
     def pid(self) -> int:
         """The process."""
