@@ -462,7 +462,9 @@ def engine_ends(
         own = replace(rendezvous, rank=rank)
         return End(
             open=lambda: member.call(lambda engine: engine.open_group(own), timeout),
-            join=lambda contacts: member.call(lambda engine: engine.join_group(own.connection, contacts), timeout),
+            join=lambda contacts: member.call(
+                lambda engine: engine.join_group(own.connection, contacts), timeout, waits=True
+            ),
         )
 
     ends: dict[object, End] = {}

@@ -42,6 +42,7 @@ class Member:
     Attributes:
         weight_version: The version of this synchronizer's that it holds whole, as far as is known.
         was_called: Whether it was called; then it may keep something open for more.
+        was_waiting: Whether the last call that it did not answer was one in which it waits for others.
         is_lost: Whether it did not answer when an update failed. Until it does, no call to it takes longer than
             :data:`LOST_TIMEOUT`.
     """
@@ -52,6 +53,7 @@ class Member:
         self.engine = engine
         self.weight_version: int | None = None
         self.was_called = False
+        self.was_waiting = False
         self.is_lost = False
         self._silent = silent
         self._calls: set[asyncio.Timeout] = set()
@@ -71,12 +73,15 @@ class Member:
             with suppress(RuntimeError):  # it is running out just now
                 limit.reschedule(asyncio.get_running_loop().time())
 
-    async def call(self, call: Callable[[RolloutEngine], Awaitable[T]], timeout: float | None = None) -> T:
+    async def call(
+        self, call: Callable[[RolloutEngine], Awaitable[T]], timeout: float | None = None, *, waits: bool = False
+    ) -> T:
         """Call the engine; its errors come back as its own.
 
         Args:
             call: What to call.
             timeout: Seconds it may take.
+            waits: Whether it waits for others in it: then it is not to blame for not answering.
 
         Raises:
             EngineError: It failed, or is gone; the engine's own error is the cause.
@@ -115,6 +120,7 @@ class Member:
         except BaseException as error:
             if is_ours(error):
                 self._silent.append(self.name)
+                self.was_waiting = waits
                 raise
             if limit.expired():
                 waited = f"{anyio.current_time() - started:.3g} s"

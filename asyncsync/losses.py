@@ -32,9 +32,6 @@ T = TypeVar("T")
 TELL_TIMEOUT = 600.0
 """Seconds that an engine which does not answer may take to hear that it is behind."""
 
-EACH_FOR_ITSELF = ("describe", "pause", "finish", "check")
-"""Phases in which no engine waits for another: who does not answer in time is late by itself."""
-
 _log = logging.getLogger("asyncsync")
 
 
@@ -163,9 +160,10 @@ def blamed(error: WeightUpdateError, fleet: Fleet, gone: Mapping[Member, Excepti
         if (member := by_name.get(getattr(each, "engine", None) or "")) is not None:
             found[member] = each
     if late and not found and by_name.keys() >= set(late):  # else they may have waited for a source
-        silent = {by_name[name]: error for name in late}
-        if error.phase in EACH_FOR_ITSELF or len(silent) < len(by_name):
-            return silent  # else each may have waited for the others
+        silent = [by_name[name] for name in late]
+        found = dict.fromkeys([member for member in silent if not member.was_waiting], error)
+        if not found and len(silent) == 1:
+            return {silent[0]: error}  # nobody else waits, so neither does it
     return found
 
 

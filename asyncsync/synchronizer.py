@@ -278,9 +278,10 @@ class WeightSynchronizer:
         Raises:
             PlanError: The weights cannot be sent, or do not fit an engine: nothing was sent.
             ConnectError: The group could not be set up: nothing was sent.
-            WeightUpdateError: The update failed; ``.phase`` and ``.outcomes`` say where and with what result. One
-                engine's failure is an EngineError, that of several an EngineErrorGroup. Engines that hold
-                whole weights serve on; the next update repairs the others.
+            WeightUpdateError: The update failed, or some engines did; ``.phase`` and ``.outcomes`` say where and with
+                what result, and ``.update`` what the other engines got. One engine's failure is an EngineError, that of
+                several an EngineErrorGroup. Engines that hold whole weights serve on; the next update repairs
+                the others.
             LockError: Called inside :meth:`generation`, it would wait for itself.
             ClosedError: The synchronizer was closed, before or meanwhile.
         """

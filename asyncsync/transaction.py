@@ -117,7 +117,7 @@ class Transaction:
         orders = self._attempt.orders
 
         def receive(member: Member) -> Awaitable[EngineReceipt]:
-            return member.call(lambda engine: engine.receive_weights(orders.engines[member]))
+            return member.call(lambda engine: engine.receive_weights(orders.engines[member]), waits=True)
 
         with self._clock.phase("transfer"):
             # Engines first: they are farther away.
@@ -266,21 +266,21 @@ class Transaction:
             if not self._attempt.undone:
                 self._attempt.undone = True
                 try:
-                    await shielded(self._undo(late=isinstance(error, WeightUpdateTimeoutError)), UNDO_TIMEOUT)
+                    late = isinstance(error, WeightUpdateTimeoutError)
+                    patience = PATIENCE if late else max(PATIENCE, min(CLEANUP_TIMEOUT, self._clock.remaining))
+                    await shielded(self._undo(patience), UNDO_TIMEOUT)
                 except TimeoutError as failure:  # must not take the place of what has failed (R7)
                     error.add_note(f"then: {failure}")
             raise
 
-    async def _undo(self, *, late: bool) -> None:
+    async def _undo(self, patience: float) -> None:
         epoch = self._order.epoch
         ends: dict[str, Any] = {
-            "sources": self._sources.settle(
-                lambda _, source: source.abort_send(epoch), LATE_TIMEOUT if late else CLEANUP_TIMEOUT
-            ),
+            "sources": self._sources.settle(lambda _, source: source.abort_send(epoch), max(patience, LATE_TIMEOUT)),
             "engines": self._attempt.fleet.each(
                 lambda engine: engine.abort_weight_update(epoch, None),
                 timeout=CLEANUP_TIMEOUT,
-                patience=PATIENCE if late else None,
+                patience=patience,
             ),
         }
         results = await settle(ends)

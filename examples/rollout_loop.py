@@ -58,7 +58,7 @@ async def main() -> None:
 
         async def rollout(engine) -> None:
             while True:
-                async with synchronizer.generation() as version:  # shared; read at dispatch
+                async with synchronizer.generation(engine) as version:  # shared; read at dispatch
                     answer = await engine.generate.remote(torch.randn(256))
                 await rollouts.put((version, answer))
 
