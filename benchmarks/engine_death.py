@@ -272,9 +272,8 @@ def show(figures: dict[str, Any]) -> None:
     console = Console(width=110)
     console.print(table)
     killed, stopped = figures["survived"]
-    rounds = figures["rounds"]
     console.print(
-        f"the survivors were updated in {killed} of {rounds} rounds with a kill, {stopped} of {rounds} with a stop"
+        f"Of {figures['rounds']} rounds each, survivors were updated in {killed} (killed) and {stopped} (stopped)"
     )
 
 
