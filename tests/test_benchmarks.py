@@ -8,11 +8,12 @@ import time
 
 import pytest
 import torch
+from rich.console import Console
 
 import asyncsync
 from asyncsync.buckets import TensorSpec
 from asyncsync.messages import UpdateOrder
-from benchmarks import joining, layouts, scale, seed_loop, simulated, sync_latency
+from benchmarks import engine_death, joining, layouts, scale, seed_loop, simulated, soak, sync_latency
 
 KEYS = [
     "case",
@@ -94,6 +95,45 @@ async def test_measures_how_long_engines_are_held_back_while_another_joins(capsy
     assert all(row["seconds"] > 0 and row["held_ms"] > 0 for row in rows)
     joining.show(rows)
     assert "first update" in capsys.readouterr().out
+
+
+@pytest.mark.benchmarks
+@pytest.mark.timeout(400)
+@pytest.mark.asyncio
+@pytest.mark.usefixtures("ray_cluster")
+async def test_a_short_soak_finds_no_violation(capsys: pytest.CaptureFixture[str]) -> None:
+    figures = await soak.measure(soak.QUICK_MINUTES, seed=0, timeout=30.0)  # timing decides no test
+    assert json.loads(json.dumps(figures)) == figures
+    assert figures["messages"] == []
+    assert figures["violations"] == 0
+    assert figures["updates"] > 0
+    assert figures["faults"] == sum(figures["faults_by_kind"].values()) > 0
+    assert figures["reads"] > 0
+    assert {"minutes", "seed", "rss_mb"} <= figures.keys()
+    soak.show(figures)
+    assert "violations" in capsys.readouterr().out
+
+
+def test_a_soak_says_what_is_wrong() -> None:
+    findings = soak.Findings()
+    for moment, files in (("quarter", 10), ("end", 100)):
+        findings.note_vitals("driver", moment, {"pid": 1, "rss": 0, "files": files, "threads": 1})
+    soak.find_growth(findings)
+    assert findings.messages == ["driver: files grew by 90, from 10"]
+
+
+@pytest.mark.benchmarks
+@pytest.mark.timeout(400)
+@pytest.mark.asyncio
+@pytest.mark.usefixtures("ray_cluster")
+async def test_measures_how_long_it_takes_to_go_on_without_an_engine(capsys: pytest.CaptureFixture[str]) -> None:
+    figures = await engine_death.measure(engine_death.QUICK_CASE, rounds=1, say=Console(stderr=True))
+    assert json.loads(json.dumps(figures)) == figures
+    assert figures["undisturbed_s"] > 0
+    assert figures["survivors_s"] > figures["known_s"] > 0
+    assert isinstance(figures["stopped_after_deadline_s"], float)
+    engine_death.show(figures)
+    assert "1 (killed)" in capsys.readouterr().out
 
 
 def test_the_table_shows_every_row(capsys: pytest.CaptureFixture[str]) -> None:
