@@ -21,10 +21,13 @@ from asyncsync.shield import CLEANUP_TIMEOUT
 PATIENCE = 1.0
 """Seconds without an answer from anybody after which, once something took too long, who is silent counts as lost."""
 
+LINK_PATIENCE = 0.5
+"""The same, once a link has broken: whoever broke it is mostly gone, and the others answer at once."""
+
 LATE_TIMEOUT = 3 * PATIENCE
 """Seconds for a source to end its part, once something took too long: it waits for nobody then."""
 
-LOST_TIMEOUT = 2.0
+LOST_TIMEOUT = 5.0
 """Seconds for a call to an engine that did not answer the last time."""
 
 T = TypeVar("T")
@@ -43,6 +46,7 @@ class Member:
         weight_version: The version of this synchronizer's that it holds whole, as far as is known.
         was_called: Whether it was called; then it may keep something open for more.
         was_waiting: Whether the last call that it did not answer was one in which it waits for others.
+        gone: The error that says that its process is gone; None once it has answered again.
         is_lost: Whether it did not answer when an update failed. Until it does, no call to it takes longer than
             :data:`LOST_TIMEOUT`.
     """
@@ -54,6 +58,7 @@ class Member:
         self.weight_version: int | None = None
         self.was_called = False
         self.was_waiting = False
+        self.gone: EngineError | None = None
         self.is_lost = False
         self._silent = silent
         self._calls: set[asyncio.Timeout] = set()
@@ -101,7 +106,7 @@ class Member:
         try:
             async with limit:
                 answer = await _left_if_it_does_not_end(call(self.engine), limit)
-                self.is_lost = False
+                self.is_lost, self.gone = False, None
                 return answer
         except OutOfStepError:
             raise
@@ -116,7 +121,8 @@ class Member:
             )
             raise named from error
         except cluster.ActorLostError as error:
-            raise EngineError(f"{self.name} is gone: {cluster.how_it_was_lost(error)}", engine=self.name) from error
+            self.gone = EngineError(f"{self.name} is gone: {cluster.how_it_was_lost(error)}", engine=self.name)
+            raise self.gone from error
         except BaseException as error:
             if is_ours(error):
                 self._silent.append(self.name)

@@ -17,9 +17,16 @@ from asyncsync.attempt import Attempt
 from asyncsync.catch_up import Published
 from asyncsync.clock import UpdateClock
 from asyncsync.engines.base import CheckedEngine, EngineReceipt
-from asyncsync.errors import EngineError, LockTimeoutError, OutOfStepError, TransferError, WeightUpdateTimeoutError
+from asyncsync.errors import (
+    EngineError,
+    LinkLostError,
+    LockTimeoutError,
+    OutOfStepError,
+    TransferError,
+    WeightUpdateTimeoutError,
+)
 from asyncsync.fanout import beside, race, settle
-from asyncsync.fleet import LATE_TIMEOUT, PATIENCE, Member, combine_errors
+from asyncsync.fleet import LATE_TIMEOUT, LINK_PATIENCE, PATIENCE, Member, combine_errors
 from asyncsync.lock import RolloutLock
 from asyncsync.losses import LateCalls, Losses
 from asyncsync.messages import EngineStatus, Policy
@@ -266,19 +273,28 @@ class Transaction:
             if not self._attempt.undone:
                 self._attempt.undone = True
                 try:
-                    late = isinstance(error, WeightUpdateTimeoutError)
-                    patience = PATIENCE if late else max(PATIENCE, min(CLEANUP_TIMEOUT, self._clock.remaining))
-                    await shielded(self._undo(patience), UNDO_TIMEOUT)
+                    await shielded(self._undo(self._patience(error)), UNDO_TIMEOUT)
                 except TimeoutError as failure:  # must not take the place of what has failed (R7)
                     error.add_note(f"then: {failure}")
             raise
 
+    def _patience(self, error: BaseException) -> float:
+        """Seconds without an answer from anybody after which who is silent counts as lost."""
+        if isinstance(error, LinkLostError):
+            return LINK_PATIENCE
+        if isinstance(error, WeightUpdateTimeoutError):
+            return PATIENCE
+        return max(PATIENCE, min(CLEANUP_TIMEOUT, self._clock.remaining))
+
     async def _undo(self, patience: float) -> None:
         epoch = self._order.epoch
+        gone = {member: member.gone for member in self._attempt.fleet.members if member.gone is not None}
+        others = [member for member in self._attempt.fleet.members if member not in gone]
         ends: dict[str, Any] = {
             "sources": self._sources.settle(lambda _, source: source.abort_send(epoch), max(patience, LATE_TIMEOUT)),
             "engines": self._attempt.fleet.each(
                 lambda engine: engine.abort_weight_update(epoch, None),
+                members=others,
                 timeout=CLEANUP_TIMEOUT,
                 patience=patience,
             ),
@@ -288,7 +304,7 @@ class Transaction:
             if isinstance(result, Exception):
                 _log.warning("could not stop the sending: %s", result)
                 self._attempt.lost_sources.append(result)
-        engines = cast("dict[Member, EngineStatus | Exception]", results["engines"])
+        engines = gone | cast("dict[Member, EngineStatus | Exception]", results["engines"])
         version = self._order.version
         switched = {
             member

@@ -149,7 +149,7 @@ class Death:
             WrongBytesError: A survivor does not hold the published version.
         """
         victim, pid = self.engines[VICTIM], await self.pid()
-        await victim.arm.remote("receive_weights", "does not answer", self.buckets // 2)  # there the signal finds it
+        await victim.arm.remote("receive_weights", "goes on", self.buckets // 2)  # there the signal finds it
         await asyncio.to_thread(layouts.change, self.weights.values())
         with listening() as known:
             start = time.perf_counter()
