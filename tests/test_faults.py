@@ -357,6 +357,6 @@ async def test_the_table_in_the_docs_has_every_cell() -> None:
 
 
 def shape(page: str) -> list[list[str]]:
-    """Which cells a page's table has; whether a killed engine is back by then, as a new one, is for the machine to say."""
+    """Which cells a page's table has. Whether a killed engine is back by then, as a new one, the machine decides."""
     rows = [line.split(" | ") for line in page.split(BEGIN)[1].splitlines() if line.startswith("|")]
     return [[cell if index == 0 or "·" in cell else "seen" for index, cell in enumerate(row)] for row in rows]

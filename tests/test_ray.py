@@ -129,7 +129,7 @@ async def test_a_restarted_engine_is_seen_as_new_and_brought_up_to_date(actors: 
         await synchronizer.update_weights()
         pid = await restarted.pid.remote()
         os.kill(pid, signal.SIGKILL)
-        with pytest.raises(EngineError, match="EngineActor-1 is gone") as caught:
+        with pytest.raises(EngineError, match=r"EngineActor-1 (is gone|did not answer)") as caught:
             await synchronizer.update_weights()
         assert [outcome.state for outcome in caught.value.outcomes] == [EngineState.UPDATED, EngineState.LOST]
         while True:
@@ -244,7 +244,7 @@ async def test_an_engine_killed_in_the_middle_of_a_transfer_is_named_and_the_oth
         while not (await victim.describe_engine.remote()).epoch > 1:
             pass
         os.kill(pid, signal.SIGKILL)
-        with pytest.raises(EngineError, match="EngineActor-1 is gone") as caught:
+        with pytest.raises(EngineError, match=r"EngineActor-1 (is gone|did not answer)") as caught:
             await update
         assert [outcome.state for outcome in caught.value.outcomes] == [EngineState.UPDATED, EngineState.LOST]
         assert await actors.engines[0].read.remote() == (2, before[1])
