@@ -169,7 +169,10 @@ async def test_a_trainer_that_fails_for_the_others_is_told_of_with_the_engine_th
         assert len(caught.value.outcomes) == 2
 
 
-@pytest.mark.parametrize(("step", "staged"), [step for step in STEPS if step[0] != "resume_generation"])
+@pytest.mark.parametrize(
+    ("step", "staged"),
+    [("describe_engine", True), ("join_group", True), ("receive_weights", True), ("finish_weight_update", False)],
+)
 async def test_dropped_it_is_reported_and_removed(step: str, staged: bool) -> None:
     async with synced(staged=staged, count=2, on_engine_failure="drop") as (trainer, engines, synchronizer):
         await synchronizer.update_weights()
@@ -215,6 +218,7 @@ async def test_all_or_nothing_leaves_every_staged_engine_serving_the_old_version
         assert [holds(engine, trainer) for engine in engines] == [True] * 3
 
 
+@pytest.mark.exhaustive
 async def test_all_or_nothing_waits_for_every_generation_before_the_first_engine_switches() -> None:
     async with synced(count=2, on_engine_failure="abort", initial_version=0) as (_, engines, synchronizer):
         await synchronizer.connect()
@@ -284,6 +288,7 @@ class Frozen(ToldEngine):
         return await super().abort_weight_update(epoch, published)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("step", ["describe_engine", "finish_weight_update"])
 async def test_a_frozen_engine_hears_that_it_is_behind_as_soon_as_it_thaws(step: str) -> None:
     trainer, frozen = zoo(1), Frozen(zoo(2))
@@ -309,6 +314,7 @@ async def test_a_frozen_engine_hears_that_it_is_behind_as_soon_as_it_thaws(step:
         assert [holds(engine, trainer) for engine in engines] == [True] * 3
 
 
+@pytest.mark.exhaustive
 async def test_one_that_does_not_receive_is_told_from_those_who_wait_for_it_and_named_with_the_bucket() -> None:
     async with synced(count=3, staged=False) as (trainer, engines, synchronizer):
         await synchronizer.update_weights()
