@@ -186,3 +186,36 @@ async def test_an_operation_can_be_left_behind_without_waiting(how: str) -> None
         for thread in aside:
             await asyncio.to_thread(thread.join, 10)
             assert not thread.is_alive()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("told", [0, 1])
+async def test_a_process_that_ends_while_it_connects_to_one_that_is_gone_ends_cleanly(told: int) -> None:
+    script = """
+        import asyncio, sys, time
+        from dataclasses import replace
+        from asyncsync.messages import Rendezvous
+        from asyncsync.threads import WorkerThread
+        from asyncsync.transports.broadcast import Joining
+
+        class Slow:  # an interpreter that takes its time to end; a thread that came back in it was SIGABRT
+            def __del__(self):
+                time.sleep(12)
+
+        slow = Slow()
+
+        async def main(told):
+            seat = Rendezvous(connection="a group", backend="gloo", rank=0, world_size=2, join_timeout=60,
+                              operation_timeout=60)
+            members = [Joining(replace(seat, rank=rank), address="127.0.0.1") for rank in range(2)]
+            joined = [WorkerThread("a rank").submit(member.join) for member in members]
+            contacts = [await member.contacts() for member in members]
+            members[1 - told].stop()
+            await asyncio.wait([asyncio.wrap_future(joined[1 - told])])
+            members[told].introduce(contacts[0] | contacts[1])
+
+        asyncio.run(main(int(sys.argv[1])))
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script), str(told)]
+    ended = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 0, ended.stderr

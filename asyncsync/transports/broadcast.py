@@ -48,10 +48,11 @@ _POLL_INTERVAL = 0.001  # seconds
 _DROP_INTERVAL = 0.05  # seconds
 _KEPT = 4  # tensors of the last operations
 _EXIT_TIMEOUT = 2.0  # seconds that the interpreter's exit may wait for operations that were left behind
+_JOIN_EXIT_TIMEOUT = _FORM_TIMEOUT + 2  # for a group that is being formed: it would be back in the middle of the exit
 
 _joinings: weakref.WeakSet[Joining] = weakref.WeakSet()
 _links: weakref.WeakSet[BroadcastLink] = weakref.WeakSet()
-_aside: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+_aside: weakref.WeakKeyDictionary[threading.Thread, float] = weakref.WeakKeyDictionary()
 
 
 class Joining:
@@ -87,7 +88,7 @@ class Joining:
         if self.rendezvous.backend == "nccl":
             self._make()  # on this thread, and under its guard: it allocates on the device
         else:
-            _run_aside(self._make, "asyncsync-join")
+            _run_aside(self._make, "asyncsync-join", _JOIN_EXIT_TIMEOUT)
         try:
             group = self._group.result(self.rendezvous.join_timeout + _FORM_TIMEOUT)
             self._group = Future()  # only the link keeps the group: closing it must end it, so that the others hear
@@ -275,10 +276,10 @@ def _drop(owned: list[Any], running: list[Work], tensors: list[Tensor]) -> None:
     tensors.clear()
 
 
-def _run_aside(function: Callable[[], None], name: str) -> None:
-    """Run on a thread that can be left behind; the interpreter's exit waits for it, but not long."""
+def _run_aside(function: Callable[[], None], name: str, patience: float = _EXIT_TIMEOUT) -> None:
+    """Run on a thread that can be left behind; the interpreter's exit waits for it, but not longer than it may take."""
     thread = threading.Thread(target=function, name=name, daemon=True)
-    _aside.add(thread)
+    _aside[thread] = patience
     thread.start()
 
 
@@ -294,9 +295,9 @@ def _leave_all() -> None:
         joining.stop()
     for link in list(_links):
         link.close()
-    deadline = time.monotonic() + _EXIT_TIMEOUT
-    for thread in list(_aside):
-        thread.join(max(0.0, deadline - time.monotonic()))
+    start = time.monotonic()
+    for thread, patience in list(_aside.items()):
+        thread.join(max(0.0, start + patience - time.monotonic()))
 
 
 def _synchronize(work: Work) -> None:
