@@ -135,7 +135,7 @@ async def test_an_engine_that_stalls_is_named_and_repaired_once_it_runs_again(fl
     probe = Probe(fleet.one.engine)
     async with WeightSynchronizer(fleet.trainer, [probe, fleet.two.engine], timeout=12) as synchronizer:
         await synchronizer.update_weights()
-        before = await fleet.step()
+        await fleet.step()
 
         async def stall() -> None:
             stalled.send_signal(signal.SIGSTOP)
@@ -148,8 +148,8 @@ async def test_an_engine_that_stalls_is_named_and_repaired_once_it_runs_again(fl
         assert isinstance(error, asyncsync.WeightUpdateError)
         assert "Probe-0" in f"{error} {error.__notes__ if hasattr(error, '__notes__') else ''}"
         assert error.outcomes[0].state is EngineState.LOST
-        assert error.outcomes[1].state is EngineState.UNCHANGED
-        await serves(fleet.two, before, "beside an engine that stalls")
+        assert error.outcomes[1].state is EngineState.UPDATED
+        await serves(fleet.two, fleet.weights, "beside an engine that stalls")
     async with WeightSynchronizer(fleet.trainer, [fleet.one.engine, fleet.two.engine]) as synchronizer:
         await synchronizer.update_weights()
         for subject in (fleet.one, fleet.two):
@@ -163,7 +163,7 @@ async def test_an_engine_that_is_killed_is_named_and_the_other_goes_on(fleet: Fl
     probe = Probe(fleet.one.engine)
     async with WeightSynchronizer(fleet.trainer, [probe, fleet.two.engine]) as synchronizer:
         await synchronizer.update_weights()
-        before = await fleet.step()
+        await fleet.step()
 
         async def kill() -> None:
             os.kill(killed.pid, signal.SIGKILL)
@@ -174,7 +174,7 @@ async def test_an_engine_that_is_killed_is_named_and_the_other_goes_on(fleet: Fl
         assert "Probe-0" in str(error)
         assert "its connection broke" in str(error)
         assert error.outcomes[0].state is EngineState.LOST
-        await serves(fleet.two, before, "beside an engine that was killed")
+        await serves(fleet.two, fleet.weights, "beside an engine that was killed")
         await synchronizer.remove_engine(probe)
         update = await synchronizer.update_weights()
         assert [outcome.engine for outcome in update.outcomes] == ["VLLMEngine-1"]
