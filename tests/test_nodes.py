@@ -77,21 +77,18 @@ def test_a_trainer_in_the_driver_listens_on_the_drivers_node(seen: Any) -> None:
     assert found["whole"]["held"] == [found["whole"]["sent"]] * 2
 
 
-def test_a_node_that_dies_in_mid_update_is_an_error_that_names_the_engine_and_the_other_serves_on(seen: Any) -> None:
+def test_a_node_that_dies_in_mid_update_is_an_error_that_names_the_engine_and_the_other_is_updated(seen: Any) -> None:
     found = seen["a node that dies"]
-    assert found["error"] == {
-        "type": "EngineError",
-        "text": "EngineActor-1 is gone: its process died or was replaced",
-        "phase": "transfer",
-        "states": ["unchanged", "lost"],
-    }
-    assert found["survivor"] == {"version": found["whole"]["version"], "held": [found["whole"]["sent"]]}
+    assert found["error"]["text"].startswith("EngineActor-1 ")
+    assert (found["error"]["type"], found["error"]["phase"]) == ("EngineError", "transfer")
+    assert found["error"]["states"] == ["updated", "lost"]
+    assert found["survivor"] == {"version": found["whole"]["version"] + 1, "held": [found["repaired"]["sent"]]}
 
 
 def test_an_engine_that_was_restarted_on_another_node_is_found_there_and_catches_up(seen: Any) -> None:
     found = seen["a node that dies"]
     assert found["moved to"] == SPARE
     assert found["moved engine listening"] == [SPARE]
-    assert found["caught up"] == [found["whole"]["sent"]], "from the engine that serves it, on another node"
+    assert found["caught up"] == [found["repaired"]["sent"]], "from the engine that serves it, on another node"
     assert found["repaired"]["held"] == [found["repaired"]["sent"]] * 2
     assert found["repaired"]["sent"] != found["whole"]["sent"]
