@@ -166,8 +166,9 @@ async def test_twenty_random_joins_leaves_and_restarts_during_twenty_updates(act
                 try:
                     held[(await synchronizer.update_weights()).version] = fingerprint(trainer)
                     return
-                except EngineError:
-                    continue  # the engine that was killed: the next call finds it anew
+                except EngineError as error:  # the engine that was killed: the next call finds it anew
+                    if error.update is not None:
+                        held[error.update.version] = fingerprint(trainer)  # the others have it
 
         async def rollouts() -> None:
             nonlocal reads
@@ -213,7 +214,7 @@ async def test_twenty_random_joins_leaves_and_restarts_during_twenty_updates(act
                     assert await engine.contents.remote() == contents(trainer)
                 assert len(synchronizer.ready_engines) == len(synchronizer._membership.members)
             stop.set()
-        assert len(held) == 21
+        assert len(held) >= 21
         assert reads
         assert min(joined, left) > 4
     for engine in own:
