@@ -338,4 +338,4 @@ def test_histories() -> None:
 @pytest.mark.exhaustive
 @pytest.mark.timeout(600)
 def test_many_long_histories() -> None:
-    run(300, 40)
+    run(150, 40)
