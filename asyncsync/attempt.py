@@ -103,6 +103,12 @@ class Attempt:
             error=None if error is None else str(error),
         )
 
+    def lose(self, member: Member, error: Exception) -> None:
+        """Note that an engine does not answer any more."""
+        member.is_lost = True
+        self.lost[member] = error
+        self.record(member, EngineState.LOST, error=error)
+
     @property
     def digest(self) -> str:
         """Digest of the whole set of weights that was sent."""

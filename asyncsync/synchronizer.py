@@ -617,12 +617,13 @@ class WeightSynchronizer:
             try:
                 await self._transaction(attempt, clock, losses).run()
             except WeightUpdateError as failure:
-                if failure.phase == "drain" and not attempt.undone:
-                    attempt.lost |= await fleet.roll_call(PATIENCE)  # who generates may wait for one that is gone
+                if isinstance(failure, WeightUpdateTimeoutError) and not failure.silent and not attempt.undone:
+                    for member, cause in (await fleet.roll_call(PATIENCE)).items():
+                        attempt.lose(member, cause)  # who generates may wait for one that is gone
                 error = self._explained(failure, attempt, clock, in_step=in_step)
                 if not isinstance(error, OutOfStepError) and (attempt.switched or self._on_engine_failure != "abort"):
                     losses.blame(error, attempt)
-                self._readers.end([member for member in losses.errors if member.is_lost])
+                self._readers.end([member for member in fleet.members if member.is_lost])
                 if not attempt.reached_all_but(losses.errors):
                     raise error from (failure if error is not failure else failure.__cause__)
                 self._connection.forget()
@@ -679,7 +680,7 @@ class WeightSynchronizer:
                 error.outcomes = error.outcomes or fleet.outcomes(gone)
                 if losses is not None and self._on_engine_failure != "abort":
                     losses.blame_before(error, fleet, gone)
-                    self._readers.end([member for member in losses.errors if member.is_lost])
+                self._readers.end([member for member in fleet.members if member.is_lost])
             raise
 
     def _take_over(self, engines: Collection[EngineStatus]) -> None:

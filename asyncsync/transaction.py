@@ -216,7 +216,7 @@ class Transaction:
             if isinstance(result, Exception) and not isinstance(result, OutOfStepError)
         }
         for member, error in errors.items():
-            self._lose(member, error)
+            self._attempt.lose(member, error)
             _log.warning("could not resume: %s", error)
         return list(errors.values())
 
@@ -338,19 +338,14 @@ class Transaction:
     def _note(self, engines: Mapping[Member, EngineStatus | Exception], switched: Collection[Member]) -> None:
         for member, status in engines.items():
             if isinstance(status, Exception):
-                self._lose(member, status)
+                self._attempt.lose(member, status)
             elif status.instance != self._attempt.instances[member]:
                 self._attempt.replaced = True
                 why = f"{member.name} is gone: its process was replaced during the update"
-                self._lose(member, EngineError(why, engine=member.name))
+                self._attempt.lose(member, EngineError(why, engine=member.name))
                 member.is_lost = False  # the new one answers
             elif status.tainted is not None:
                 self._attempt.record(member, EngineState.TAINTED, error=status.tainted)
             else:
                 state = EngineState.UPDATED if member in switched else EngineState.UNCHANGED
                 self._attempt.record(member, state, weight_version=status.weight_version)
-
-    def _lose(self, member: Member, error: Exception) -> None:
-        member.is_lost = True
-        self._attempt.lost[member] = error
-        self._attempt.record(member, EngineState.LOST, error=error)

@@ -394,3 +394,32 @@ async def test_one_that_was_removed_while_it_did_not_answer_is_let_go_as_soon_as
         assert not left.is_set()
         frozen.thawed.set()
         await left.wait()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("on_failure", ["raise", "abort"])
+async def test_a_generation_on_a_frozen_engine_ends_whatever_is_done_about_the_engine(on_failure: Any) -> None:
+    frozen = Frozen(zoo(2), staged=False)
+    engines = [ToldEngine(zoo(3), staged=False), frozen]
+    async with WeightSynchronizer(zoo(1), engines, timeout=60, on_engine_failure=on_failure) as synchronizer:
+        await synchronizer.update_weights()
+        synchronizer._timeout = 4.0
+        entered = asyncio.Event()
+
+        async def generate() -> None:
+            async with synchronizer.generation(frozen):
+                frozen.thawed.clear()
+                entered.set()
+                await asyncio.Event().wait()
+
+        reader = asyncio.create_task(generate())
+        await entered.wait()
+        with pytest.raises(asyncsync.WeightUpdateError) as caught:
+            await synchronizer.update_weights()
+        await asyncio.wait([reader])
+        with pytest.raises(EngineError, match="Frozen-1 does not answer, and was given up"):
+            await reader
+        assert caught.value.outcomes[1].state is EngineState.LOST
+        frozen.thawed.set()
+        synchronizer._timeout = 60.0
+        await synchronizer.update_weights()
