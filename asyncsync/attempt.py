@@ -22,12 +22,14 @@ class Orders:
         sources: What is ordered to each source, in order.
         engines: What is ordered to each engine.
         checks: For each engine that compares checksums: its own keys, each with the key of the same one at the sources.
+        seats: Whose each place in a group is, by the group's name and the rank in it, but for the sources'.
     """
 
     all: UpdateOrder
     sources: tuple[UpdateOrder, ...]
     engines: Mapping[Member, UpdateOrder]
     checks: Mapping[Member, Mapping[str, str]]
+    seats: Mapping[tuple[str, int], Member]
 
 
 class Attempt:
@@ -46,6 +48,7 @@ class Attempt:
         sent: What each source sent, once every engine has confirmed it.
         digests: What each engine received, as it says.
         instances: Which process or object each engine was when it began.
+        left: Engines whose connection was heard to break.
         lost: Engines that are gone, each with its error.
         received: How many buckets each engine has received, and of how many, once it was asked.
         lost_sources: Errors of sources that are gone.
@@ -69,6 +72,7 @@ class Attempt:
         self.sent: Sequence[SendReceipt] = ()
         self.digests: dict[Member, str] = {}
         self.undone = False
+        self.left: Collection[Member] = ()
         self.lost: dict[Member, Exception] = {}
         self.received: dict[Member, tuple[int, int]] = {}
         self.lost_sources: list[Exception] = []

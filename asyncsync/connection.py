@@ -82,6 +82,12 @@ class Cohort:
     backend: Backend
     transport: Transport
 
+    @property
+    def seats(self) -> Mapping[tuple[str, int], Member]:
+        """Whose each rank in each of the groups is; rank 0 is the source's."""
+        ranks = [member for member, (_, ranks) in self.engines.items() for _ in range(ranks)]
+        return {(name, rank): member for name in self.connections for rank, member in enumerate(ranks, start=1)}
+
     def stands(
         self, sources: Sequence[TrainerStatus], engines: Mapping[Member, EngineStatus], backend: Backend
     ) -> bool:
@@ -223,7 +229,8 @@ class Connection:
             for taken in [replace(order, connections=cohort.connections)]
             for member in cohort.engines
         }
-        return Orders(order, sources, received, checks), engines
+        seats = {seat: member for cohort in self._cohorts for seat, member in cohort.seats.items()}
+        return Orders(order, sources, received, checks, seats), engines
 
     def next_epoch(self, engines: Iterable[EngineStatus]) -> int:
         """An epoch newer than any that these engines have seen."""

@@ -9,7 +9,7 @@ Errors travel between processes by pickle: each is rebuilt from its message, and
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -126,12 +126,32 @@ class TransferError(WeightUpdateError):
 
     def named(self, name: str) -> TransferError:
         """The same error, as that of one end."""
-        kind = LinkLostError if isinstance(self, LinkLostError) else TransferError
-        return kind(f"{name}: {self}", bucket=self.bucket)
+        return TransferError(f"{name}: {self}", bucket=self.bucket)
 
 
 class LinkLostError(TransferError):
-    """A link broke, or its other end has left: mostly the consequence of what happened there."""
+    """A link broke, or its other end has left: mostly the consequence of what happened there.
+
+    Attributes:
+        peers: The ends that have left, as far as is known: by group, and rank in it.
+        witnesses: Names of the engines that have heard of it.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        bucket: int | None = None,
+        peers: Iterable[tuple[str, int]] = (),
+        witnesses: Iterable[str] = (),
+    ) -> None:
+        super().__init__(message, bucket=bucket)
+        self.peers = frozenset(peers)
+        self.witnesses = frozenset(witnesses)
+
+    def named(self, name: str) -> LinkLostError:
+        """The same error, as that of one end."""
+        return LinkLostError(f"{name}: {self}", bucket=self.bucket, peers=self.peers, witnesses=[name])
 
 
 class TrainerError(WeightUpdateError):

@@ -24,7 +24,7 @@ async def race(calls: Mapping[K, Awaitable[T]]) -> dict[K, T]:
     """Run calls together; the first to fail ends the others, and its error is raised as it is (R5).
 
     A lost link is mostly heard before the failure at its other end that it comes from: then the others have
-    :data:`GRACE` seconds to tell the cause, and that is raised.
+    :data:`GRACE` seconds to tell the cause, and that is raised. If none does, the error tells what all have heard.
 
     Cancelled, it cancels every call and waits until each has ended.
     """
@@ -44,8 +44,18 @@ async def race(calls: Mapping[K, Awaitable[T]]) -> dict[K, T]:
     finally:
         await end(tasks.values())
     if failures:
-        raise next((each for each in failures if not isinstance(each, LinkLostError)), failures[0])
+        raise _cause(failures)
     return {key: task.result() for key, task in tasks.items()}
+
+
+def _cause(failures: Sequence[BaseException]) -> BaseException:
+    lost = [failure for failure in failures if isinstance(failure, LinkLostError)]
+    if len(lost) < len(failures):
+        return next(failure for failure in failures if failure not in lost)
+    for other in lost[1:]:
+        lost[0].peers |= other.peers
+        lost[0].witnesses |= other.witnesses
+    return lost[0]
 
 
 async def _wait_for_cause(failures: Sequence[BaseException], tasks: Iterable[asyncio.Future[Any]]) -> None:

@@ -24,6 +24,9 @@ PATIENCE = 1.0
 LINK_PATIENCE = 0.5
 """The same, once a link has broken: whoever broke it is mostly gone, and the others answer at once."""
 
+LEFT_PATIENCE = 0.2
+"""The same, for those whose connection broke."""
+
 LATE_TIMEOUT = 3 * PATIENCE
 """Seconds for a source to end its part, once something took too long: it waits for nobody then."""
 
@@ -205,6 +208,7 @@ class Fleet:
         members: Sequence[Member] | None = None,
         timeout: float | None = None,
         patience: float | None = None,
+        left: Collection[Member] = (),
     ) -> dict[Member, T | Exception]:
         """Call every engine, wait for all of them, and give each one's result or error.
 
@@ -213,12 +217,13 @@ class Fleet:
             members: Which engines; all of them if None.
             timeout: Seconds that each may take, whatever the others do.
             patience: Seconds after which those are given up that have not answered, and nobody else has meanwhile.
+            left: Those for whom :data:`LEFT_PATIENCE` is enough.
         """
         chosen = self.members if members is None else members
         calls = {member: asyncio.ensure_future(member.call(call, timeout)) for member in chosen}
         if patience is None:
             return await settle(calls)
-        async with beside(lambda: _hurry(calls, patience)):
+        async with beside(lambda: _hurry(calls, patience, left)):
             return await settle(calls)
 
     async def describe(self, policy: Policy, timeout: float | None = None) -> dict[Member, EngineStatus]:
@@ -267,14 +272,13 @@ async def _left_if_it_does_not_end(call: Awaitable[T], limit: asyncio.Timeout) -
         await end([task], PATIENCE if limit.expired() else CLEANUP_TIMEOUT)
 
 
-async def _hurry(calls: Mapping[Member, asyncio.Future[Any]], patience: float) -> None:
-    waiting = set(calls.values())
-    while waiting:
-        ended, waiting = await asyncio.wait(waiting, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
+async def _hurry(calls: Mapping[Member, asyncio.Future[Any]], patience: float, left: Collection[Member]) -> None:
+    while waiting := {member: call for member, call in calls.items() if not call.done()}:
+        limit = LEFT_PATIENCE if waiting.keys() <= set(left) else patience
+        ended, _ = await asyncio.wait(waiting.values(), timeout=limit, return_when=asyncio.FIRST_COMPLETED)
         if not ended:
-            for member, call in calls.items():
-                if call in waiting:
-                    member.give_up()
+            for member in waiting:
+                member.give_up()
             return
 
 

@@ -57,6 +57,8 @@ class Losses:
             found = blamed(error, attempt.fleet, attempt.lost)
             if isinstance(error, WeightUpdateTimeoutError) and error.phase == "transfer" and not found:
                 found = dict.fromkeys(attempt.slowest, error)
+            if not found:
+                found = dict.fromkeys(attempt.left, error)  # they are there, but have left, and did not say why
             self._add(attempt.fleet, found, attempt.outcomes)
 
     def blame_before(self, error: WeightUpdateError, fleet: Fleet, gone: Mapping[Member, Exception]) -> None:

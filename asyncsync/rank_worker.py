@@ -29,7 +29,7 @@ from asyncsync.sending import Filler, OwnTensors, Sender
 from asyncsync.shards import Holding, ShardPlan
 from asyncsync.shield import shielded
 from asyncsync.threads import WorkerThread
-from asyncsync.transports.base import Link
+from asyncsync.transports.base import QUIET_TIMEOUT, Link
 from asyncsync.transports.seat import Seat
 from asyncsync.weights import Snapshot, Weights, WeightSource
 
@@ -199,6 +199,12 @@ class RankWorker:
             seat.close()
         self._engine_seats.clear()
 
+    def _break_off(self) -> bool:
+        """Leave all groups in the middle; whether nothing touches the buffers any more. Blocks."""
+        links = [seat.link for seat in self._seats if seat.link is not None]
+        self._close_links()
+        return all(link.is_quiet(QUIET_TIMEOUT) for link in links)
+
     async def _leave_all_but(self, connections: Sequence[str]) -> None:
         """Leave the groups of engines that went, and of a conductor that is gone: an order names all that count."""
         for connection in [name for name in self._engine_seats if name not in connections]:
@@ -252,14 +258,14 @@ class RankWorker:
                             self._send, order.epoch, links, plan, snapshot, stop, witness, on_cancel=stop.set
                         )
                     except BaseException:
-                        await shielded(guarded.run(self._close_links))
+                        sending.quiet = await shielded(guarded.run(self._break_off))
                         raise
-                sending.done = True
+                sending.quiet = True
                 if digests is None:
                     return None
                 return await self._hasher.run(self._receipt, order, plan, digests, witness)
         finally:
-            if not sending.done:
+            if not sending.quiet:
                 self._bucket_sender.forget()
                 self._messages = []  # an abandoned operation may still use them
             sending.ended.set()
@@ -374,7 +380,7 @@ class _Sending:
     def __init__(self, epoch: int, scope: anyio.CancelScope) -> None:
         self.epoch = epoch
         self.scope = scope
-        self.done = False
+        self.quiet = False
         self.ended = asyncio.Event()
 
 

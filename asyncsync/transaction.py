@@ -273,6 +273,7 @@ class Transaction:
             if not self._attempt.undone:
                 self._attempt.undone = True
                 try:
+                    self._attempt.left = self._who_left(error)
                     await shielded(self._undo(self._patience(error)), UNDO_TIMEOUT)
                 except TimeoutError as failure:  # must not take the place of what has failed (R7)
                     error.add_note(f"then: {failure}")
@@ -286,6 +287,14 @@ class Transaction:
             return PATIENCE
         return max(PATIENCE, min(CLEANUP_TIMEOUT, self._clock.remaining))
 
+    def _who_left(self, error: BaseException) -> Collection[Member]:
+        if not isinstance(error, LinkLostError):
+            return ()
+        seats = self._attempt.orders.seats
+        left = {seats[peer] for peer in error.peers if peer in seats}
+        # Who hears that another has left fails, and leaves as well.
+        return {member for member in left if member.name not in error.witnesses}
+
     async def _undo(self, patience: float) -> None:
         epoch = self._order.epoch
         gone = {member: member.gone for member in self._attempt.fleet.members if member.gone is not None}
@@ -297,6 +306,7 @@ class Transaction:
                 members=others,
                 timeout=CLEANUP_TIMEOUT,
                 patience=patience,
+                left=self._attempt.left,
             ),
         }
         results = await settle(ends)
@@ -305,6 +315,10 @@ class Transaction:
                 _log.warning("could not stop the sending: %s", result)
                 self._attempt.lost_sources.append(result)
         engines = gone | cast("dict[Member, EngineStatus | Exception]", results["engines"])
+        for member in self._attempt.left:
+            if isinstance(engines[member], Exception) and member not in gone:
+                why = f"{member.name} is gone: its connection broke, and it does not answer"
+                engines[member] = EngineError(why, engine=member.name)
         version = self._order.version
         switched = {
             member

@@ -226,6 +226,7 @@ async def measure(case: str, rounds: int, say: Console) -> dict[str, Any]:
                 await death.update(synchronizer)
             for number in range(rounds):
                 say.print(f"{case}: killed, {number + 1} of {rounds} ...")
+                await death.update(synchronizer)  # the victim is a new process, which allocates in its first two
                 undisturbed.append(await death.update(synchronizer))
                 killed.append(await death.disturbed(synchronizer, signal.SIGKILL))
         timeout = max(4 * statistics.median(undisturbed), LEAST_TIMEOUT)

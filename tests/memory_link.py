@@ -110,3 +110,6 @@ class MemoryLink:
             self._room.closed = True
             self._room.changed.notify_all()
         ROOMS.pop(self.connection, None)
+
+    def is_quiet(self, timeout: float) -> bool:
+        return True

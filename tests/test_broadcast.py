@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
+import signal
 import subprocess
 import sys
 import textwrap
@@ -16,7 +18,7 @@ import psutil
 import pytest
 import torch
 
-from asyncsync.errors import ConnectError, TransferError
+from asyncsync.errors import ConnectError, LinkLostError, TransferError
 from asyncsync.messages import Contacts, Rendezvous
 from asyncsync.threads import WorkerThread
 from asyncsync.transports.broadcast import BroadcastLink, Joining
@@ -59,6 +61,86 @@ async def group(size: int, **changes: float) -> AsyncIterator[list[BroadcastLink
         yield links
         for link in links:
             link.close()
+
+
+OTHER = """
+    import os, signal, sys, threading, torch
+    from concurrent.futures import Future
+    from asyncsync.messages import Rendezvous
+    from asyncsync.transports.broadcast import Joining
+
+    rank = int(sys.argv[1])
+    seat = Rendezvous(connection="a group", backend="gloo", rank=rank, world_size=2, join_timeout=10,
+                      operation_timeout=30)
+    member, joined = Joining(seat, address="127.0.0.1"), Future()
+    threading.Thread(target=lambda: joined.set_result(member.join())).start()
+    print(member._meeting.contacts.result(10), flush=True)
+    member.introduce(eval(sys.stdin.readline()))
+    link = joined.result(10)
+    flat = torch.ones(int(sys.argv[2]), dtype=torch.uint8)
+    handle = link.start_receive(flat) if rank else link.start_send(flat)
+    os.kill(os.getpid(), signal.SIGSTOP)
+    try:
+        link.wait(handle, threading.Event())
+    except Exception as error:
+        print(type(error).__name__, flush=True)
+    os._exit(0)
+"""
+"""A member in a process of its own, that stops as soon as it has begun with its first bucket."""
+
+BUCKET = 1 << 26
+"""Bytes of a bucket that no socket takes at once."""
+
+
+@asynccontextmanager
+async def group_with_a_stopped_one(rank: int) -> AsyncIterator[tuple[BroadcastLink, asyncio.subprocess.Process]]:
+    """A group of two, of which that of this rank is another process, and is stopped."""
+    command = [sys.executable, "-c", textwrap.dedent(OTHER), str(rank), str(BUCKET)]
+    pipe = asyncio.subprocess.PIPE
+    other = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)
+    assert other.stdin is not None
+    assert other.stdout is not None
+    try:
+        async with joining(1 - rank, 2) as (member, joined):
+            contacts = await member.contacts() | ast.literal_eval((await other.stdout.readline()).decode())
+            other.stdin.write(f"{contacts}\n".encode())
+            member.introduce(contacts)
+            link = await joined
+            while psutil.Process(other.pid).status() != psutil.STATUS_STOPPED:  # noqa: ASYNC110 - it tells nobody
+                await asyncio.sleep(0.01)
+            yield link, other
+            link.close()
+    finally:
+        if other.returncode is None:
+            other.kill()
+        await other.wait()
+
+
+async def test_a_source_hears_in_the_middle_of_a_bucket_who_has_died() -> None:
+    async with group_with_a_stopped_one(1) as (source, other):
+        handle = source.start_send(random_bytes(BUCKET, 0))
+        waiting = asyncio.ensure_future(asyncio.to_thread(source.wait, handle, threading.Event()))
+        await asyncio.wait([waiting], timeout=0.1)
+        assert not waiting.done(), "who is only stopped has not left"
+        other.kill()
+        with pytest.raises(LinkLostError, match="rank 1 has left") as caught:
+            await waiting
+        assert caught.value.peers == {("a group", 1)}
+        assert "1 operations running" in repr(source), "the operation itself does not know"
+
+
+async def test_a_link_that_is_closed_in_the_middle_of_a_bucket_is_quiet_and_the_other_hears_of_it() -> None:
+    async with group_with_a_stopped_one(0) as (engine, other):
+        flat = torch.zeros(BUCKET, dtype=torch.uint8)
+        engine.start_receive(flat)
+        engine.close()
+        assert await asyncio.to_thread(engine.is_quiet, 10)
+        before = flat.clone()
+        other.send_signal(signal.SIGCONT)
+        assert other.stdout is not None
+        assert (await other.stdout.readline()).decode().strip() == "LinkLostError"
+        assert torch.equal(flat, before)
+        assert not flat.all(), "it was in the middle"
 
 
 async def test_buckets_arrive_in_order_with_several_on_their_way() -> None:
@@ -166,6 +248,7 @@ async def test_an_operation_whose_peer_is_silent_ends_by_itself() -> None:
 
 @pytest.mark.parametrize("how", ["stop", "close"])
 async def test_an_operation_can_be_left_behind_without_waiting(how: str) -> None:
+    before = threading.enumerate()
     async with group(2, operation_timeout=1) as (_, engine):
         handle, stop = engine.start_receive(torch.zeros(1_000, dtype=torch.uint8)), threading.Event()
         waiting = asyncio.ensure_future(asyncio.to_thread(engine.wait, handle, stop))
@@ -180,7 +263,8 @@ async def test_an_operation_can_be_left_behind_without_waiting(how: str) -> None
         assert "closed" in repr(engine)
         with pytest.raises(TransferError, match="closed"):
             engine.start_receive(torch.zeros(1, dtype=torch.uint8))
-        aside = [thread for thread in threading.enumerate() if thread.name == "asyncsync-drop-group"]
+        new = [thread for thread in threading.enumerate() if thread not in before]
+        aside = [thread for thread in new if thread.name == "asyncsync-drop-group"]
         assert aside
         del handle
         for thread in aside:

@@ -330,6 +330,43 @@ async def test_one_that_does_not_receive_is_told_from_those_who_wait_for_it_and_
         assert [holds(engine, trainer) for engine in engines] == [True, True, False]
 
 
+async def test_one_that_leaves_the_group_without_a_word_is_gone_without() -> None:
+    async with synced(count=3) as (trainer, engines, synchronizer):
+        await synchronizer.update_weights()
+        change(trainer)
+
+        async def leave() -> None:
+            engines[2]._asyncsync.receiver.seats[0].close()
+            await asyncio.Event().wait()
+
+        engines[2].before["receive_weights"] = leave
+        with pytest.raises(asyncsync.LinkLostError) as caught:
+            await synchronizer.update_weights()
+        assert [holds(engine, trainer) for engine in engines] == [True, True, False]
+        assert caught.value.update is not None
+        assert (await synchronizer.update_weights()).version == 3
+        assert [holds(engine, trainer) for engine in engines] == [True] * 3
+
+
+@BOTH
+async def test_what_was_received_for_nothing_is_written_over_by_the_next_attempt(staged: bool) -> None:
+    async with synced(count=2, staged=staged) as (trainer, engines, synchronizer):
+
+        def memory() -> set[int]:
+            loader: Any = engines[0]._asyncsync._loader
+            held = [loader._spare.memory, loader._live.memory] if staged else loader._bounce._buffers
+            return {tensor.data_ptr() for tensor in held}
+
+        for _ in range(2):
+            await synchronizer.update_weights()
+        before = memory()
+        engines[1].before["receive_weights"] = failing(OSError("no"))
+        with pytest.raises(EngineError, match="no"):
+            await synchronizer.update_weights()
+        assert memory() == before
+        assert holds(engines[0], trainer)
+
+
 @pytest.mark.parametrize("value", ["ignore", None, 3])
 async def test_other_ways_to_take_a_failure_are_refused(value: Any) -> None:
     with pytest.raises(ValueError, match="on_engine_failure must be one of raise, drop, abort"):

@@ -3,7 +3,7 @@
 A staged engine receives into an *arena*, one flat buffer for the whole set of weights, and at the commit points its
 parameters into it. The next update goes to a second arena, and the two change places from then on: fresh memory is
 slow at first touch, so nothing is allocated after the second update. An arena that an abandoned transfer may still
-write to is thrown away, never used again.
+write to, for all that is known, is thrown away, never used again.
 
 An engine that holds shards receives whole buckets into bounce buffers, and takes out what lies in its blocks. Its
 arenas are of the size of what it holds.
@@ -64,7 +64,7 @@ class Loader(Protocol):
         ...
 
     def discard(self) -> None:
-        """Forget the update, and every buffer that its transfer may still write to."""
+        """Give up every buffer: a transfer that was left behind may still write to them."""
         ...
 
 

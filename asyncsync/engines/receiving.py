@@ -24,7 +24,7 @@ from asyncsync.guard import MemorySaverGuard, memory_saver_guard
 from asyncsync.messages import Contacts, Rendezvous, UpdateOrder
 from asyncsync.sending import wait
 from asyncsync.threads import WorkerThread
-from asyncsync.transports.base import Link
+from asyncsync.transports.base import QUIET_TIMEOUT, Link
 from asyncsync.transports.seat import Seat
 
 
@@ -36,6 +36,7 @@ class Session:
         order: The update's.
         plan: How its buckets are cut.
         loader: Where they go.
+        links: The groups they come through: one of each source, or one for all.
         scope: Ends the receiving.
         arrived: How many are there.
         received: Whether all of them are.
@@ -47,6 +48,7 @@ class Session:
     order: UpdateOrder
     plan: Plan
     loader: Loader
+    links: Sequence[Link]
     scope: anyio.CancelScope
     arrived: int = 0
     received: bool = False
@@ -146,25 +148,27 @@ class Receiver:
             TransferError: Something did not arrive, or it was aborted.
         """
         self._record.check_new(order)
-        if self.session is not None and not self.session.ended.is_set():
-            raise EngineError(f"the update of epoch {self.session.order.epoch} is still being received")
+        while (last := self.session) is not None:
+            if not last.ended.is_set():
+                raise EngineError(f"the update of epoch {last.order.epoch} is still being received")
+            await self._worker.run(self._drop, last)  # nobody came to finish it
+            self._record.check_new(order)
         if plan is None or plan.digest != order.plan_digest:
             raise OutOfStepError(f"the layout of this update was not agreed on with this engine {ANOTHER}")
         links = self.links(order)
         self._record.see(order.epoch)
         scope = anyio.CancelScope(deadline=anyio.current_time() + order.timeout)
-        session = self.session = Session(order, plan, loader(links[0].device), scope)
+        session = self.session = Session(order, plan, loader(links[0].device), links, scope)
         try:
             with scope:
-                session.digest = await self._worker.run(receive_buckets, session, links)
+                session.digest = await self._worker.run(receive_buckets, session)
                 session.received = True
                 return session.digest
         finally:
             session.stop.set()
             self._record.received = order.epoch, session.arrived, len(plan.buckets)
             if not session.received:
-                # Leave the groups, and the buffers that operations may still write to.
-                self.close(links)
+                self.close(links)  # operations may still run in them
                 self._worker.submit(self._drop, session)
             session.ended.set()
         what = "was aborted" if scope.deadline > anyio.current_time() else "took too long"
@@ -205,18 +209,18 @@ class Receiver:
     def _drop(self, session: Session) -> None:
         if self.session is not session:
             return
-        self.session = None
-        session.loader.discard()
+        if not (session.received or all(link.is_quiet(QUIET_TIMEOUT) for link in session.links)):
+            session.loader.discard()
         if session.loader.touched:
             self._record.taint(f"update {session.order.version} was not received whole", all_names(session.plan))
+        self.session = None  # last of all: who aborts it meanwhile is to find the engine as it will be
 
 
-def receive_buckets(session: Session, links: Sequence[Link]) -> str:
+def receive_buckets(session: Session) -> str:
     """Take and hash every bucket, while others are on their way. Blocks.
 
     Args:
         session: What is received, and where it goes; its ``stop`` ends it, from another thread.
-        links: The groups they come through: one of each source, or one for all.
 
     Returns:
         The digest of all.
@@ -225,7 +229,7 @@ def receive_buckets(session: Session, links: Sequence[Link]) -> str:
         OutOfStepError: There are not as many groups as sources. Nothing was received.
         TransferError: A bucket did not arrive, or it was stopped.
     """
-    plan, loader = session.plan, session.loader
+    plan, loader, links = session.plan, session.loader, session.links
     sources = max(1, len(plan.parts))
     if len(links) not in (1, sources):
         raise OutOfStepError(f"the order names {len(links)} groups, and there are {sources} sources")

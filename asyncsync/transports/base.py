@@ -9,6 +9,9 @@ from torch import Tensor
 
 from asyncsync.messages import Contacts, Rendezvous
 
+QUIET_TIMEOUT = 0.5
+"""Seconds that a closed link may take until its buffers can be used again; else they are given up."""
+
 
 class Link(Protocol):
     """One member's end of a connected data plane.
@@ -45,7 +48,15 @@ class Link(Protocol):
         ...
 
     def close(self) -> None:
-        """Leave the group. Never blocks: what is still on its way is left behind, its buffers must not be reused."""
+        """Leave the group. Never blocks: what is still on its way is left behind, and may touch its buffers."""
+        ...
+
+    def is_quiet(self, timeout: float) -> bool:
+        """Whether nothing that was left behind touches its buffers any more, once the link was closed. Blocks.
+
+        Args:
+            timeout: Seconds to wait for that.
+        """
         ...
 
 

@@ -5,17 +5,26 @@ many can exist beside the trainer's own groups, and leaving one touches no other
 uint8 tensor, since gloo refuses many dtypes and a tensor is its bytes anyway. This floor is the only one that uses
 ``torch.distributed``.
 
-Four facts shape it. A gloo operation whose peer is gone cannot be interrupted, only left to run into its timeout; so
-operations have a finite timeout, waits can be abandoned, and a closed link keeps its group alive aside until its last
-operation has ended. Nor can the forming of a group, once a member was told of others that then do not come; so it runs
-on a thread that can be left behind, too. A process group must not be dropped on one of its own threads, or while it is
-busy, since its destructor waits; so it is dropped on a thread made for that. And no Python code may run on gloo's
-threads: a callback on an operation that was left behind and ends while the interpreter shuts down would end the process
-with SIGABRT (its thread asks for the GIL, is unwound by Python, and C++ calls that a terminate; Python 3.14 hangs such
-threads instead). So an operation is waited for on the member's worker thread, in slices of 20 ms, after which that
-thread is back in Python; and links that are still open are closed, and threads waited for, before the interpreter ends.
-For the same reason a link keeps the tensors of its last operations, lest one of gloo's threads be the last to let go of
-a Python object.
+Six facts shape it.
+
+* A gloo operation that is in the middle of its bytes does not hear that its peer is gone: it ends by its timeout alone.
+  So operations have a finite one, waits can be abandoned, and a closed link keeps its group alive aside until its last
+  operation has ended.
+* But whatever is begun with that peer after that fails at once. So while a wait lasts, the source greets every member,
+  and every member the source, with a byte that nobody receives: who has hung up is known in some 20 ms, and by name.
+* A receive that times out has gloo close all connections of its group. So a link that is closed in the middle of
+  something asks for a byte that nobody sends, for a millisecond: the others hear of it, and nothing touches its buffers
+  any more, though the operations may not have ended.
+* The forming of a group cannot be interrupted, once a member was told of others that then do not come; so it runs on a
+  thread that can be left behind, too.
+* A process group must not be dropped on one of its own threads, or while it is busy, since its destructor waits; so it
+  is dropped on a thread made for that.
+* No Python code may run on gloo's threads: a callback on an operation that was left behind and ends while the
+  interpreter shuts down would end the process with SIGABRT (its thread asks for the GIL, is unwound by Python, and C++
+  calls that a terminate; Python 3.14 hangs such threads instead). So an operation is waited for on the member's worker
+  thread, in slices of 20 ms, after which that thread is back in Python; and links that are still open are closed, and
+  threads waited for, before the interpreter ends. For the same reason a link keeps the tensors of its last operations,
+  lest one of gloo's threads be the last to let go of a Python object.
 """
 
 from __future__ import annotations
@@ -26,7 +35,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from datetime import timedelta
@@ -44,11 +53,16 @@ from asyncsync.transports.meeting import MeetingStore
 _FORM_TIMEOUT = 10.0  # seconds to wait for the group to form once every member is there; it takes milliseconds
 _GLOO_TIMEOUT = _FORM_TIMEOUT / 5  # gloo takes this five times
 _SLICE = timedelta(milliseconds=20)  # of a wait; in between it is looked whether it is still wanted
+_AT_ONCE = timedelta(milliseconds=1)
+_GREETING, _CUT = 1, 2  # tags; only broadcasts are ever received, and those have none
+_OWN_TIMEOUT = "Application timeout"  # gloo's words for a connection that it has closed by itself
 _POLL_INTERVAL = 0.001  # seconds
 _DROP_INTERVAL = 0.05  # seconds
 _KEPT = 4  # tensors of the last operations
 _EXIT_TIMEOUT = 2.0  # seconds that the interpreter's exit may wait for operations that were left behind
 _JOIN_EXIT_TIMEOUT = _FORM_TIMEOUT + 2  # for a group that is being formed: it would be back in the middle of the exit
+
+_NOTHING = torch.zeros(1, dtype=torch.uint8)
 
 _joinings: weakref.WeakSet[Joining] = weakref.WeakSet()
 _links: weakref.WeakSet[BroadcastLink] = weakref.WeakSet()
@@ -177,6 +191,9 @@ class BroadcastLink:
         self.backend = rendezvous.backend
         self.device = "cuda" if rendezvous.backend == "nccl" else "cpu"
         self._timeout = timedelta(seconds=rendezvous.operation_timeout)
+        others = [rank for rank in range(rendezvous.world_size) if rank != rendezvous.rank]
+        self._others = others
+        self._watched = others if rendezvous.rank == 0 else [0]
         self._group: ProcessGroup | None = group
         self._store: MeetingStore | None = store
         # By handle: an operation itself keeps the group's connections open, and an error's traceback keeps what it has
@@ -185,6 +202,7 @@ class BroadcastLink:
         self._kept: deque[Tensor] = deque(maxlen=_KEPT)
         # An operation that starts while the link is closed must be known to whoever drops the group.
         self._mutex = threading.Lock()
+        self._quiet = threading.Event()
         _links.add(self)
 
     def __repr__(self) -> str:
@@ -221,7 +239,7 @@ class BroadcastLink:
                     raise LinkLostError("a broadcast was stopped")
         except RuntimeError as error:
             self._ended(handle)
-            raise LinkLostError(f"a broadcast failed: {error}") from error
+            raise LinkLostError(f"a broadcast failed: {error}", peers=self._who_left(self._others)) from error
         self._ended(handle)
 
     def _wait_a_little(self, handle: object, stop: threading.Event) -> bool:
@@ -243,8 +261,23 @@ class BroadcastLink:
             del work
             if ended:
                 raise
+            if gone := self._who_left(self._watched):
+                ranks = ", ".join(str(rank) for _, rank in gone)
+                raise LinkLostError(f"rank {ranks} has left the group", peers=gone) from None
             return False  # only this slice is over, or it failed just now: the next one will tell
         return True
+
+    def _who_left(self, ranks: Iterable[int]) -> Sequence[tuple[str, int]]:
+        """Whose connection to here is closed, and was not closed here: by group, and rank."""
+        gone: list[tuple[str, int]] = []
+        with self._mutex:
+            for rank in ranks if self._group is not None and self.backend == "gloo" else ():
+                try:
+                    self._group.send([_NOTHING], rank, _GREETING)  # type: ignore[union-attr]
+                except RuntimeError as error:
+                    if _OWN_TIMEOUT not in str(error):
+                        gone.append((self.connection, rank))
+        return gone
 
     def _ended(self, handle: object) -> None:
         with self._mutex:
@@ -261,19 +294,38 @@ class BroadcastLink:
             self._kept.clear()
         if running:
             # The thread owns them now, and lets go of the group first.
-            _run_aside(partial(_drop, owned, running, tensors), "asyncsync-drop-group")
+            cut = self._others if self.backend == "gloo" else ()
+            _run_aside(partial(_drop, owned, running, tensors, cut, self._quiet), "asyncsync-drop-group")
         else:
             owned.clear()
             tensors.clear()
+            self._quiet.set()
+
+    def is_quiet(self, timeout: float) -> bool:
+        """Whether no operation touches its buffers any more, once it was closed. Blocks."""
+        return self._quiet.wait(timeout)
 
 
-def _drop(owned: list[Any], running: list[Work], tensors: list[Tensor]) -> None:
+def _drop(
+    owned: list[Any], running: list[Work], tensors: list[Tensor], others: Sequence[int], quiet: threading.Event
+) -> None:
+    if others:
+        for rank in others:
+            _cut(owned[-1], rank)
+        quiet.set()
     pause = threading.Event()
     while not all(work.is_completed() for work in running):
         pause.wait(_DROP_INTERVAL)
+    quiet.set()
     running.clear()
     owned.clear()  # joins gloo's threads; only then
     tensors.clear()
+
+
+def _cut(group: ProcessGroup, rank: int) -> None:
+    """Have gloo close all connections of a group, unless that with this rank is closed already."""
+    with suppress(RuntimeError):  # mostly: it timed out, as it should
+        group.recv([_NOTHING.clone()], rank, _CUT).wait(_AT_ONCE)
 
 
 def _run_aside(function: Callable[[], None], name: str, patience: float = _EXIT_TIMEOUT) -> None:
