@@ -119,7 +119,7 @@ class WeightSynchronizer:
         on_engine_failure: What an update does when an engine fails, dies, or does not answer in time, and others do
             not. ``"raise"``: the others get the whole update, inside the same call and deadline; then an error with the
             outcomes is raised. The next update tries that engine again. ``"drop"``: the others get it, and the engine
-            is removed; the report says so. ``"abort"``: all or none: staged engines keep the version that they serve,
+            is removed; the report says so (one that a function names again has joined again). ``"abort"``: all or none: staged engines keep the version that they serve,
             and an error is raised. (One that fails after others have switched to the new version fails alone.)
         lock: The lock that generation and updates share, if others are to use it too; a lock of its own if None.
             Synchronizers that update the same engines must share one: they take turns.
@@ -510,7 +510,7 @@ class WeightSynchronizer:
                     raise WeightUpdateError(f"the lock that updates share was lost: {error}") from error
                 except OutOfStepError as error:
                     if not in_step:
-                        raise
+                        raise losses.explain(error, fleet) from error.__cause__
                     _log.info("asking everyone anew: %s", error)
                 except (WeightUpdateError, PlanError) as error:
                     if clock.remaining > 0.0 and leavings < MAX_LEAVINGS and await self._have_some_left(fleet, clock):
