@@ -119,8 +119,9 @@ class WeightSynchronizer:
         on_engine_failure: What an update does when an engine fails, dies, or does not answer in time, and others do
             not. ``"raise"``: the others get the whole update, inside the same call and deadline; then an error with the
             outcomes is raised. The next update tries that engine again. ``"drop"``: the others get it, and the engine
-            is removed; the report says so (one that a function names again has joined again). ``"abort"``: all or none: staged engines keep the version that they serve,
-            and an error is raised. (One that fails after others have switched to the new version fails alone.)
+            is removed; the report says so. (If a function is given for the engines and names it again, it joins again.)
+            ``"abort"``: all or none: staged engines keep the version that they serve, and an error is raised. (One that
+            fails after others have switched to the new version fails alone.)
         lock: The lock that generation and updates share, if others are to use it too; a lock of its own if None.
             Synchronizers that update the same engines must share one: they take turns.
 
