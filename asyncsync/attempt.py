@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from asyncsync.buckets import joint_digest
 from asyncsync.clock import UpdateClock
-from asyncsync.errors import WeightUpdateError, WeightUpdateTimeoutError
+from asyncsync.errors import TrainerError, WeightUpdateError, WeightUpdateTimeoutError
 from asyncsync.fleet import Fleet, Member
 from asyncsync.messages import EngineStatus, SendReceipt, UpdateOrder
 from asyncsync.report import EngineOutcome, EngineState, WeightUpdate
@@ -52,6 +52,7 @@ class Attempt:
         lost: Engines that are gone, each with its error.
         received: How many buckets each engine has received, and of how many, once it was asked.
         lost_sources: Errors of sources that are gone.
+        late_sources: Errors of sources that did not answer in time.
         replaced: Whether an engine turned out to be another process than it was.
         finishing: Whether engines were told to switch to the new version.
         switched: Whether one has, as far as is known.
@@ -75,7 +76,8 @@ class Attempt:
         self.left: Collection[Member] = ()
         self.lost: dict[Member, Exception] = {}
         self.received: dict[Member, tuple[int, int]] = {}
-        self.lost_sources: list[Exception] = []
+        self.lost_sources: list[TrainerError] = []
+        self.late_sources: list[TrainerError] = []
         self.replaced = False
         self.finishing = False
         self.switched = False
@@ -112,6 +114,11 @@ class Attempt:
         member.is_lost = True
         self.lost[member] = error
         self.record(member, EngineState.LOST, error=error)
+
+    @property
+    def is_the_trainers(self) -> bool:
+        """Whether it has failed because of the trainer; a late source may only wait for an engine that is lost."""
+        return bool(self.lost_sources or (self.late_sources and not self.lost))
 
     @property
     def digest(self) -> str:
@@ -153,6 +160,9 @@ class Attempt:
             self.explain(inner, clock)
         error.phase = error.phase or clock.phase_name
         error.weight_version = self.order.version
+        for member, outcome in self.outcomes.items():
+            if outcome.engine == getattr(error, "engine", None) and outcome.error is None:
+                self.outcomes[member] = replace(outcome, error=str(error))
         error.outcomes = tuple(self.outcomes.values())
         for outcome in error.outcomes:
             if outcome.error is not None and outcome.error not in str(error):

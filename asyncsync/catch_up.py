@@ -6,6 +6,7 @@ a step, or asleep. An engine that serves the version has it whole, and goes on s
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import secrets
 from collections.abc import Awaitable, Sequence
@@ -14,9 +15,9 @@ from typing import cast
 
 from asyncsync.connection import JOIN_TIMEOUT, OPERATION_TIMEOUT, Connection, engine_ends, is_acquainted
 from asyncsync.engines.base import EngineReceipt, GivingEngine
-from asyncsync.errors import EngineError, TransferError, WeightUpdateError
+from asyncsync.errors import EngineError, TransferError, WeightUpdateError, WeightUpdateTimeoutError
 from asyncsync.fanout import race, settle
-from asyncsync.fleet import Fleet, Member
+from asyncsync.fleet import LATE_TIMEOUT, Fleet, Member
 from asyncsync.messages import PEER, EngineStatus, Policy, Rendezvous, UpdateOrder
 from asyncsync.shield import CLEANUP_TIMEOUT, shielded
 from asyncsync.transports.forming import form_group
@@ -81,10 +82,16 @@ async def catch_up(
     failure: WeightUpdateError | None = None
     for giver in givers:
         try:
-            giving = await giver.call(lambda engine: engine.describe_engine(), CLEANUP_TIMEOUT)
+            giving = await giver.call(lambda engine: engine.describe_engine(), min(CLEANUP_TIMEOUT, timeout / 4))
             if not giving.gives or giving.world_size > 1 or not holds(giving, published):
                 continue
-            await _give(giver, giving, joiner, status, published, connection, policy, timeout)
+            share = timeout / 2  # if it hangs, there is time for another
+            try:
+                async with asyncio.timeout(share):
+                    await _give(giver, giving, joiner, status, published, connection, policy, share)
+            except TimeoutError as error:
+                late = f"{giver.name} did not give its weights to {joiner.name} within {share:.3g} s"
+                raise WeightUpdateTimeoutError(late) from error
         except WeightUpdateError as error:
             if isinstance(error, EngineError) and error.engine == joiner.name:
                 raise
@@ -168,10 +175,11 @@ async def _part(giver: Member, joiner: Member, order: UpdateOrder, *, done: bool
         behind = {giver: None, joiner: order.version}  # the joiner must not serve what it was to be brought from
 
         def abort(member: Member) -> Awaitable[EngineStatus]:
-            return member.call(lambda engine: engine.abort_weight_update(order.epoch, behind[member]), CLEANUP_TIMEOUT)
+            return member.call(lambda engine: engine.abort_weight_update(order.epoch, behind[member]), LATE_TIMEOUT)
 
         status = (await settle({member: abort(member) for member in behind}))[joiner]
         if isinstance(status, EngineStatus) and status.weight_version == order.version:  # it came as far as that
             await settle({joiner: joiner.call(lambda one: one.resume_generation(order.epoch), CLEANUP_TIMEOUT)})
     ends = (giver, joiner)
-    await settle({member: member.call(lambda engine: engine.leave_group(group), CLEANUP_TIMEOUT) for member in ends})
+    timeout = CLEANUP_TIMEOUT if done else LATE_TIMEOUT
+    await settle({member: member.call(lambda engine: engine.leave_group(group), timeout) for member in ends})

@@ -16,7 +16,7 @@ then there is time to do it again without an engine that did not answer."""
 HINTS = {
     "describe": " (is an actor still starting, or waiting for a place to run?)",
     "pause": " (does a generation not end?)",
-    "finish": " (does a generation not end?)",
+    "finish": " (does a generation, or the flushing of a cache, not end?)",
 }
 """What a phase that takes too long mostly waits for."""
 

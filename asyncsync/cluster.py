@@ -121,6 +121,21 @@ def how_it_was_lost(error: BaseException) -> str:
     return "its process died or was replaced"
 
 
+def how_it_failed(name: str, error: BaseException, waited: float | None = None) -> str:
+    """What to say of an end whose call failed with an error that is none of the library's own.
+
+    Args:
+        name: What errors call the end.
+        error: What the call ended with.
+        waited: Seconds after which it was given up on, if it was.
+    """
+    if isinstance(error, ActorLostError):
+        return f"{name} is gone: {how_it_was_lost(error)}"
+    if waited is not None:
+        return f"{name} did not answer within {waited:.3g} s"
+    return f"{name} failed: {type(error).__name__}: {error}"
+
+
 def actor_key(handle: object) -> str:
     """What tells one actor from another, however many handles there are to it."""
     return handle._actor_id.hex() if isinstance(handle, ActorHandle) else f"object-{id(handle):x}"

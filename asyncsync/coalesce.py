@@ -11,6 +11,7 @@ begun is dropped, and a running one is cancelled and waited for.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 from typing import Generic, TypeVar
 
@@ -19,7 +20,10 @@ from asyncsync.shield import shielded
 
 T = TypeVar("T")
 
-_LONGEST_UNDO = 120.0  # seconds: a run that was cancelled bounds its own clean-up
+LONGEST_UNDO = 120.0
+"""Seconds for a run that was cancelled to end; it bounds its own clean-up."""
+
+_log = logging.getLogger("asyncsync")
 
 
 class _Round(Generic[T]):
@@ -126,7 +130,10 @@ class Coalescer(Generic[T]):
                 self._next = None
             return
         round_.task.cancel()
-        await shielded(_ended(round_.task), _LONGEST_UNDO)
+        try:
+            await shielded(_ended(round_.task), LONGEST_UNDO)
+        except TimeoutError as error:  # must not take the place of the cancellation
+            _log.warning("%s: %s", self._name, error)
 
 
 async def _ended(task: asyncio.Task[None]) -> None:

@@ -33,6 +33,10 @@ class PlanError(AsyncSyncError, ValueError):
         super().__init__(message)
         self.names = tuple(names)
 
+    def named(self, name: str) -> PlanError:
+        """The same error, as that of one end."""
+        return PlanError(f"{name}: {self}", names=self.names)
+
 
 class NotReadyError(AsyncSyncError):
     """There is no whole set of weights to generate with (yet): update first, or pass ``initial_version``."""
@@ -75,6 +79,17 @@ class WeightUpdateError(AsyncSyncError):
         self.outcomes: tuple[EngineOutcome, ...] = ()
         self.update: WeightUpdate | None = None
 
+    def __str__(self) -> str:
+        """What happened; and where in the update, as far as that is known."""
+        version = "" if self.weight_version is None else f" to version {self.weight_version}"
+        where = "" if self.phase is None else f" [in the {self.phase} of the update{version}]"
+        return f"{self.said}{where}"
+
+    @property
+    def said(self) -> str:
+        """What happened."""
+        return super().__str__()
+
 
 class MembershipError(WeightUpdateError, ValueError):
     """The list of engines cannot be used: one is named twice, or is not in it, or there is none."""
@@ -85,11 +100,13 @@ class WeightUpdateTimeoutError(WeightUpdateError, TimeoutError):
 
     Attributes:
         silent: Names of those who had not answered.
+        engine: Name of the engine that alone held it up, if one did.
     """
 
-    def __init__(self, message: str, *, silent: Sequence[str] = ()) -> None:
+    def __init__(self, message: str, *, silent: Sequence[str] = (), engine: str | None = None) -> None:
         super().__init__(message)
         self.silent = tuple(silent)
+        self.engine = engine
 
 
 class ConnectError(WeightUpdateError):
@@ -102,6 +119,10 @@ class ConnectError(WeightUpdateError):
     def __init__(self, message: str, *, engine: str | None = None) -> None:
         super().__init__(message)
         self.engine = engine
+
+    def named(self, name: str) -> ConnectError:
+        """The same error, as that of one end."""
+        return ConnectError(f"{name}: {self}", engine=self.engine)
 
 
 class OutOfStepError(WeightUpdateError):
@@ -176,6 +197,13 @@ class EngineErrorGroup(ExceptionGroup[Exception], WeightUpdateError):
     def __init__(self, message: str, errors: Sequence[Exception]) -> None:
         WeightUpdateError.__init__(self, message)
         self.args = (message, list(errors))  # what pickle makes it anew from
+
+    __str__ = WeightUpdateError.__str__
+
+    @property
+    def said(self) -> str:
+        """What happened."""
+        return self.message
 
     def derive(self, errors: Sequence[Exception]) -> EngineErrorGroup:  # type: ignore[override]  # of errors only
         """The same group of fewer errors."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import anyio
 
 from asyncsync import cluster
 from asyncsync.buckets import list_names
-from asyncsync.engines.base import RolloutEngine
+from asyncsync.engines.base import EngineReceipt, RolloutEngine
 from asyncsync.errors import ConnectError, EngineError, EngineErrorGroup, OutOfStepError, PlanError, TransferError
 from asyncsync.fanout import beside, end, is_ours, settle
 from asyncsync.messages import EngineStatus, Policy
@@ -57,7 +57,7 @@ class Member:
     def __init__(self, name: str, handle: Any, engine: RolloutEngine, silent: list[str]) -> None:
         self.name = name
         self.handle = handle
-        self.engine = engine
+        self.engine = cast("RolloutEngine", _Answering(engine))
         self.weight_version: int | None = None
         self.was_called = False
         self.was_waiting = False
@@ -113,31 +113,53 @@ class Member:
                 return answer
         except OutOfStepError:
             raise
-        except TransferError as error:
-            # The bytes did not come: whose fault that is, this end cannot know.
-            raise error.named(self.name) from error
-        except (PlanError, ConnectError) as error:
-            named: Exception = (
-                PlanError(f"{self.name}: {error}", names=error.names)
-                if isinstance(error, PlanError)
-                else ConnectError(f"{self.name}: {error}", engine=self.name)
-            )
+        except (PlanError, ConnectError, TransferError) as error:
+            named = error.named(self.name)
+            if isinstance(named, ConnectError):  # if the bytes did not come, this end cannot know whose fault that is
+                named.engine = self.name
             raise named from error
-        except cluster.ActorLostError as error:
-            self.gone = EngineError(f"{self.name} is gone: {cluster.how_it_was_lost(error)}", engine=self.name)
-            raise self.gone from error
         except BaseException as error:
             if is_ours(error):
                 self._silent.append(self.name)
                 self.was_waiting = waits
                 raise
-            if limit.expired():
-                waited = f"{anyio.current_time() - started:.3g} s"
-                why = "was removed" if self._expelled else f"did not answer within {waited}"
-                raise EngineError(f"{self.name} {why}", engine=self.name) from error
-            raise EngineError(f"{self.name} failed: {type(error).__name__}: {error}", engine=self.name) from error
+            waited = anyio.current_time() - started if limit.expired() else None
+            said = cluster.how_it_failed(self.name, error, waited)
+            failure = EngineError(f"{self.name} was removed" if self._expelled else said, engine=self.name)
+            if isinstance(error, cluster.ActorLostError):
+                self.gone = failure
+            raise failure from error
         finally:
             self._calls.discard(limit)
+
+
+class _Answering:
+    """An engine whose answers are looked at: whoever writes an adapter may forget one."""
+
+    KINDS: Mapping[str, type] = {
+        "describe_engine": EngineStatus,
+        "open_group": dict,
+        "receive_weights": EngineReceipt,
+        "give_weights": EngineReceipt,
+        "abort_weight_update": EngineStatus,
+    }
+
+    def __init__(self, engine: RolloutEngine) -> None:
+        self._engine = engine
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._engine, name)
+        kind = self.KINDS.get(name)
+        if kind is None:
+            return method
+
+        async def call(*arguments: Any) -> Any:
+            answer = await method(*arguments)
+            if not isinstance(answer, kind):
+                raise TypeError(f"{name} returned {answer!r}, and must return {kind.__name__}")
+            return answer
+
+        return call
 
 
 class Fleet:
@@ -168,18 +190,21 @@ class Fleet:
             member.is_lost = True
         return gone
 
-    def outcomes(self, gone: Mapping[Member, Exception]) -> tuple[EngineOutcome, ...]:
+    def outcomes(self, failed: Mapping[Member, Exception]) -> tuple[EngineOutcome, ...]:
         """How engines are before an update has touched them, as far as is known.
 
         Args:
-            gone: Those who do not answer.
+            failed: Those who do not answer, or have failed.
         """
-        return tuple(
-            EngineOutcome(engine=member.name, state=EngineState.LOST, error=str(gone[member]))
-            if member in gone
-            else EngineOutcome(engine=member.name, state=EngineState.UNCHANGED, weight_version=member.weight_version)
-            for member in self.members
-        )
+
+        def outcome(member: Member) -> EngineOutcome:
+            error = str(failed[member]) if member in failed else None
+            if error is not None and (member.is_lost or member.gone is not None):
+                return EngineOutcome(engine=member.name, state=EngineState.LOST, error=error)
+            version = member.weight_version
+            return EngineOutcome(engine=member.name, state=EngineState.UNCHANGED, weight_version=version, error=error)
+
+        return tuple(outcome(member) for member in self.members)
 
     async def all(
         self,

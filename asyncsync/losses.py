@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from asyncsync.attempt import Attempt
@@ -53,13 +54,13 @@ class Losses:
 
     def blame(self, error: WeightUpdateError, attempt: Attempt) -> None:
         """Find whose failure it was that an attempt ended with."""
-        if not attempt.lost_sources:
+        if not attempt.is_the_trainers:
             found = blamed(error, attempt.fleet, attempt.lost)
             if isinstance(error, WeightUpdateTimeoutError) and error.phase == "transfer" and not found:
                 found = dict.fromkeys(attempt.slowest, error)
             if not found:
                 found = dict.fromkeys(attempt.left, error)  # they are there, but have left, and did not say why
-            self._add(attempt.fleet, found, attempt.outcomes)
+            self._add(attempt.fleet, found, attempt.outcomes, error.phase)
 
     def blame_before(self, error: WeightUpdateError, fleet: Fleet, gone: Mapping[Member, Exception]) -> None:
         """Find whose failure it was that it never came to an attempt.
@@ -70,13 +71,21 @@ class Losses:
             gone: Those who do not answer.
         """
         outcomes = dict(zip(fleet.members, error.outcomes, strict=True))
-        self._add(fleet, blamed(error, fleet, gone), outcomes)
+        self._add(fleet, blamed(error, fleet, gone), outcomes, error.phase)
 
-    def _add(self, fleet: Fleet, found: Mapping[Member, Exception], outcomes: Mapping[Member, EngineOutcome]) -> None:
+    def _add(
+        self,
+        fleet: Fleet,
+        found: Mapping[Member, Exception],
+        outcomes: Mapping[Member, EngineOutcome],
+        phase: str | None,
+    ) -> None:
         self._order |= dict.fromkeys(member.name for member in fleet.members)
         for member, cause in found.items():
             member.is_lost |= isinstance(cause, WeightUpdateTimeoutError) and cause.phase == "describe"
-            self.errors[member] = cause
+            if isinstance(cause, WeightUpdateError):
+                cause.phase = cause.phase or phase
+            self.errors[member] = _as_ones_own(cause, member)
             self._outcomes[member] = outcomes[member]
 
     def forget(self, members: Iterable[Member]) -> None:
@@ -126,10 +135,14 @@ class Losses:
         causes = self._causes
         error = causes[0] if len(causes) == 1 else group_errors(causes)
         assert isinstance(error, WeightUpdateError)
-        error.phase = error.phase or next((each.phase for each in causes if isinstance(each, WeightUpdateError)), None)
-        error.update = update
+        phases = (each.phase for each in causes if isinstance(each, WeightUpdateError))
+        error.phase = error.phase or next((phase for phase in phases if phase is not None), None)
         error.outcomes = self.merge(error.outcomes if update is None else update.outcomes)
+        for each in causes:
+            if isinstance(each, WeightUpdateError):
+                each.outcomes = error.outcomes
         if update is not None:
+            error.update = replace(update, outcomes=error.outcomes)
             error.weight_version = update.version
             updated = sum(outcome.state is EngineState.UPDATED for outcome in error.outcomes)
             error.add_note(
@@ -141,6 +154,19 @@ class Losses:
     @property
     def _causes(self) -> list[Exception]:
         return list({id(cause): cause for cause in self.errors.values()}.values())
+
+
+def _as_ones_own(error: Exception, member: Member) -> Exception:
+    """What took too long, as the failure of the engine that held it up."""
+    if not isinstance(error, WeightUpdateTimeoutError):
+        return error
+    said = f"{member.name} held the update up: {error.said}"
+    own = WeightUpdateTimeoutError(said, silent=error.silent, engine=member.name)
+    own.phase, own.weight_version, own.outcomes = error.phase, error.weight_version, error.outcomes
+    for note in getattr(error, "__notes__", ()):
+        own.add_note(note)
+    own.__cause__ = error.__cause__
+    return own
 
 
 def blamed(error: WeightUpdateError, fleet: Fleet, gone: Mapping[Member, Exception]) -> Mapping[Member, Exception]:
@@ -204,7 +230,7 @@ class LateCalls:
         if waiting:
             await asyncio.wait(waiting, timeout=patience)
         await asyncio.sleep(0)
-        return {member: _result(call) for member, call in calls.items()}
+        return {member: _result(member, call) for member, call in calls.items()}
 
     def start(self, member: Member, what: str, call: Callable[[RolloutEngine], Awaitable[T]]) -> asyncio.Task[T]:
         """Tell an engine something, and do not wait.
@@ -239,12 +265,10 @@ class LateCalls:
         await end(calls, PATIENCE)
 
 
-def _result(call: asyncio.Task[EngineStatus]) -> EngineStatus | Exception:
-    if not call.done():
-        return EngineError("it does not answer")
-    if call.cancelled():
-        return EngineError("the call was cancelled")
+def _result(member: Member, call: asyncio.Task[EngineStatus]) -> EngineStatus | Exception:
+    if not call.done() or call.cancelled():
+        return EngineError(f"{member.name} does not answer", engine=member.name)
     error = call.exception()
     if error is None:
         return call.result()
-    return error if isinstance(error, Exception) else EngineError(repr(error))
+    return EngineError(f"{member.name} was not told that it is behind: {error!r}", engine=member.name)

@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import threading
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import anyio
@@ -27,7 +28,7 @@ from asyncsync.guard import MemorySaverGuard, memory_saver_guard
 from asyncsync.messages import Contacts, ReadOptions, Rendezvous, SendReceipt, TrainerStatus, UpdateOrder
 from asyncsync.sending import Filler, OwnTensors, Sender
 from asyncsync.shards import Holding, ShardPlan
-from asyncsync.shield import shielded
+from asyncsync.shield import CLEANUP_TIMEOUT, shielded
 from asyncsync.threads import WorkerThread
 from asyncsync.transports.base import QUIET_TIMEOUT, Link
 from asyncsync.transports.seat import Seat
@@ -199,16 +200,16 @@ class RankWorker:
             seat.close()
         self._engine_seats.clear()
 
-    def _break_off(self) -> bool:
+    def _break_off(self, links: _Links) -> bool:
         """Leave all groups in the middle; whether nothing touches the buffers any more. Blocks."""
-        links = [seat.link for seat in self._seats if seat.link is not None]
         self._close_links()
-        return all(link.is_quiet(QUIET_TIMEOUT) for link in links)
+        return all(link.is_quiet(QUIET_TIMEOUT) for link in (*links.engines, *links.shards.values()))
 
     async def _leave_all_but(self, connections: Sequence[str]) -> None:
         """Leave the groups of engines that went, and of a conductor that is gone: an order names all that count."""
         for connection in [name for name in self._engine_seats if name not in connections]:
-            await self._engine_seats.pop(connection).leave()
+            await self._engine_seats[connection].leave()
+            self._engine_seats.pop(connection, None)
 
     async def send_weights(self, order: UpdateOrder) -> SendReceipt | None:
         """See :class:`~asyncsync.trainer.Trainer`.
@@ -220,11 +221,22 @@ class RankWorker:
         """
         try:
             return await self._send_weights(order)
-        except BaseException:
+        except BaseException as error:
             if self._gathers_with_others and self._gathered_epoch != order.epoch:
                 # The other ranks may have begun to gather, and would wait for this one.
-                await shielded(self._sender.run(self._only_take_part))
+                with self._given_up_if_stuck(error):
+                    await shielded(self._sender.run(self._only_take_part))
             raise
+
+    @contextmanager
+    def _given_up_if_stuck(self, error: BaseException) -> Iterator[None]:
+        """Have the next job run on a new sender thread if this one does not end: in a gathering, say, or a hook."""
+        try:
+            yield
+        except TimeoutError as failure:
+            self._sender_thread.close()
+            self._close_links()
+            error.add_note(f"then: {failure}")
 
     @property
     def _gathers_with_others(self) -> bool:
@@ -257,8 +269,9 @@ class RankWorker:
                         digests = await guarded.run(
                             self._send, order.epoch, links, plan, snapshot, stop, witness, on_cancel=stop.set
                         )
-                    except BaseException:
-                        sending.quiet = await shielded(guarded.run(self._break_off))
+                    except BaseException as error:
+                        with self._given_up_if_stuck(error):
+                            sending.quiet = await shielded(guarded.run(self._break_off, links), CLEANUP_TIMEOUT)
                         raise
                 sending.quiet = True
                 if digests is None:

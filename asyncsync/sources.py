@@ -44,15 +44,12 @@ class Source:
                 return await call(self.trainer)
         except (PlanError, WeightUpdateError):
             raise
-        except cluster.ActorLostError as error:
-            raise TrainerError(f"{self.name} is gone: {cluster.how_it_was_lost(error)}") from error
         except BaseException as error:
             if is_ours(error):
                 self.silent.append(self.name)
                 raise
-            if limit.expired():
-                raise TrainerError(f"{self.name} did not answer within {timeout} s") from error
-            raise TrainerError(f"{self.name} failed: {type(error).__name__}: {error}") from error
+            waited = timeout if limit.expired() else None
+            raise TrainerError(cluster.how_it_failed(self.name, error, waited)) from error
 
 
 class Sources:

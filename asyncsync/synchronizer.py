@@ -26,7 +26,7 @@ from asyncsync.attempt import Attempt, Orders
 from asyncsync.buckets import DEFAULT_BUCKET_SIZE
 from asyncsync.catch_up import Published, catch_up, holds
 from asyncsync.clock import UpdateClock
-from asyncsync.coalesce import Coalescer
+from asyncsync.coalesce import LONGEST_UNDO, Coalescer
 from asyncsync.connection import BackendChoice, Connection, leave_groups
 from asyncsync.errors import (
     ClosedError,
@@ -44,7 +44,7 @@ from asyncsync.errors import (
 )
 from asyncsync.fleet import PATIENCE, Fleet, Member, combine_errors
 from asyncsync.lock import RolloutLock
-from asyncsync.losses import LateCalls, Losses
+from asyncsync.losses import LateCalls, Losses, blamed
 from asyncsync.membership import Engines, Membership
 from asyncsync.messages import Backend, EngineStatus, NameMap, Policy, ReadOptions
 from asyncsync.readers import Readers
@@ -212,7 +212,11 @@ class WeightSynchronizer:
 
     def __repr__(self) -> str:
         phase = f" ({self._tally.clock.phase_name})" if self._tally.clock else ""
-        engines = ", ".join(f"{each.name}{' (lost)' if each.is_lost else ''}" for each in self._membership.members)
+        behind = {each for each in self._membership.members if self._version is not None and not self._is_ready(each)}
+        engines = ", ".join(
+            f"{each.name}{' (lost)' if each.is_lost else ' (not ready)' if each in behind else ''}"
+            for each in self._membership.members
+        )
         return (
             f"<WeightSynchronizer {self._state}{phase}: version {self._version}, engines {engines or 'none'}; "
             f"{self._updates.callers} waiting for an update; {self._lock!r}>"
@@ -471,62 +475,94 @@ class WeightSynchronizer:
         """Cancel the running update, leave the group, and refuse further use; a second call does nothing."""
         if not self._closed:
             self._closed = True
-            await shielded(self._aclose(), 6 * CLEANUP_TIMEOUT)
+            await shielded(self._aclose(), LONGEST_UNDO + 4 * CLEANUP_TIMEOUT)
 
     async def _aclose(self) -> None:
         self._interrupt_catching_up()
         self._updated.set()  # who waits for an update is told that none will come
-        await self._updates.aclose()
+        try:
+            await self._updates.aclose()
+        finally:
+            try:
+                await shielded(self._part())
+            finally:
+                if self._own_trainer is not None:
+                    self._own_trainer.close()
+
+    async def _part(self) -> None:
+        """Leave all ends."""
         async with AsyncExitStack() as stack:
             with anyio.move_on_after(CLEANUP_TIMEOUT):
                 await stack.enter_async_context(self._busy)  # a connect() that is under way
             departed = self._take_departed()
             await self._late.aclose()
             await self._connection.aclose([*self._membership.members, *departed])
-        if self._own_trainer is not None:
-            self._own_trainer.close()
 
     # -- the transaction ------------------------------------------------------------------------------------------
 
     async def _update(self) -> WeightUpdate:
+        self._interrupt_catching_up()
         try:
             return await self._tally.count(self._brought_to_all)
         finally:
             self._tally.keep(member.name for member in self._membership.members)
 
     async def _brought_to_all(self) -> WeightUpdate:
-        self._interrupt_catching_up()
-        async with self._turn() as clock, self._trainer_ready(clock):
-            losses, leavings = Losses(), 0
-            while True:
-                fleet = self._updating = (await self._reconcile(clock)).without(losses.errors)
-                losses.forget([member for member in losses.errors if member not in self._membership])
-                if not fleet.members:
-                    raise losses.error()
-                in_step = self._connection.in_step(fleet)
-                try:
-                    update = await self._try(clock, fleet, losses)
-                    break
-                except LockError as error:
-                    raise WeightUpdateError(f"the lock that updates share was lost: {error}") from error
-                except OutOfStepError as error:
-                    if not in_step:
-                        raise losses.explain(error, fleet) from error.__cause__
-                    _log.info("asking everyone anew: %s", error)
-                except (WeightUpdateError, PlanError) as error:
-                    if clock.remaining > 0.0 and leavings < MAX_LEAVINGS and await self._have_some_left(fleet, clock):
-                        leavings += 1
-                        _log.warning("once more without those who left meanwhile: %s", error)
-                    elif clock.remaining > 0.0 and losses.leave_some(fleet):
-                        _log.warning("once more without those who failed: %s", error)
-                    else:
-                        ended = losses.explain(error, fleet)
-                        if ended is error:
-                            raise
-                        raise ended from error
-                finally:
-                    self._updating = None
-            return self._conclude(update, losses)
+        try:
+            async with self._turn() as clock, self._trainer_ready(clock):
+                return await self._tried_until_it_holds(clock)
+        except LockError as error:
+            raise self._told(WeightUpdateError(f"the lock that updates share was lost: {error}")) from error
+        except WeightUpdateError as error:
+            self._told(error)
+            raise
+
+    def _told(self, error: WeightUpdateError) -> WeightUpdateError:
+        """An error that tells where the update was, and what is left."""
+        if not error.outcomes and self._membership.members:
+            error.outcomes = self._membership.fleet().outcomes({})
+        if error.update is None:
+            version = "" if error.weight_version is None else f" to version {error.weight_version}"
+            error.add_note(
+                f"the update{version} ended in the phase {error.phase!r}; version {self._version} stays published. "
+                "The next update_weights() tries again; remove_engine() lets an engine go"
+            )
+        return error
+
+    async def _tried_until_it_holds(self, clock: UpdateClock) -> WeightUpdate:
+        losses, leavings, asked = Losses(), 0, False
+        while True:
+            try:
+                fleet = self._updating = (await self._reconcile(clock, ask=not asked)).without(losses.errors)
+            except WeightUpdateError as error:
+                raise losses.explain(error, Fleet(())) from error.__cause__
+            losses.forget([member for member in losses.errors if member not in self._membership])
+            if not fleet.members:
+                raise losses.error()
+            in_step, asked = self._connection.in_step(fleet), False
+            try:
+                update = await self._try(clock, fleet, losses)
+                break
+            except OutOfStepError as error:
+                if not in_step:
+                    raise losses.explain(error, fleet) from error.__cause__
+                _log.info("asking everyone anew: %s", error)
+            except (WeightUpdateError, PlanError) as error:
+                if clock.remaining > 0.0 and leavings < MAX_LEAVINGS:
+                    asked = await self._ask_for_engines(clock)
+                if asked and any(member not in self._membership for member in fleet.members):
+                    leavings += 1
+                    _log.warning("once more without those who left meanwhile: %s", error)
+                elif clock.remaining > 0.0 and losses.leave_some(fleet):
+                    _log.warning("once more without those who failed: %s", error)
+                else:
+                    ended = losses.explain(error, fleet)
+                    if ended is error:
+                        raise
+                    raise ended from error
+            finally:
+                self._updating = None
+        return self._conclude(update, losses)
 
     def _conclude(self, update: WeightUpdate, losses: Losses) -> WeightUpdate:
         """An update that reached whom it could: what is said of the others."""
@@ -548,16 +584,19 @@ class WeightSynchronizer:
     async def _turn(self) -> AsyncIterator[UpdateClock]:
         """Alone among all that changes engines, here and at other synchronizers that share the lock (R1)."""
         async with AsyncExitStack() as stack:
-            await stack.enter_async_context(self._busy)
-            self._check_usable()  # else it was closed while this waited
             clock = UpdateClock(self._timeout, self._membership.silent)
-            with clock.measure("queue"):
-                try:
-                    await stack.enter_async_context(self._lock.updater(timeout=clock.limit("queue")))
-                except LockTimeoutError as error:
-                    raise WeightUpdateTimeoutError(f"another synchronizer did not end in time: {error}") from error
+            with clock.phase("queue"):
+                await stack.enter_async_context(self._busy)
+            self._check_usable()  # else it was closed while this waited
             self._tally.clock = clock
             try:
+                with clock.measure("queue"):
+                    try:
+                        await stack.enter_async_context(self._lock.updater(timeout=clock.limit("queue")))
+                    except LockTimeoutError as error:
+                        late = WeightUpdateTimeoutError(f"another synchronizer did not end in time: {error}")
+                        late.phase = "queue"
+                        raise late from error
                 yield clock
             finally:
                 self._tally.clock = None
@@ -581,7 +620,12 @@ class WeightSynchronizer:
             if self._trainer_has_hooks is not False:
                 with clock.measure("after update"):
                     timeout = CLEANUP_TIMEOUT if failure is not None else max(clock.remaining, CLEANUP_TIMEOUT)
-                    await shielded(self._end_update(failure, timeout), timeout + 1)
+                    try:
+                        await shielded(self._end_update(failure, timeout), timeout + CLEANUP_TIMEOUT + 1)
+                    except TimeoutError as late:
+                        if failure is None:
+                            raise TrainerError(f"the trainer did not end its part of the update: {late}") from late
+                        failure.add_note(f"then: {late}")
 
     async def _end_update(self, failure: BaseException | None, timeout: float) -> None:
         results = await self._sources.settle(lambda _, source: source.end_update(), timeout)
@@ -593,21 +637,23 @@ class WeightSynchronizer:
             assert failure is not None
             failure.add_note(f"then: {error}")
 
-    async def _reconcile(self, clock: UpdateClock) -> Fleet:
+    async def _reconcile(self, clock: UpdateClock, *, ask: bool = True) -> Fleet:
         """The engines of now: one snapshot for a whole attempt."""
-        if self._membership.is_asked:
+        if self._membership.is_asked and ask:
             with clock.phase("members"):
                 await self._membership.refresh()
         await self._dismiss_departed()
         return self._membership.fleet()
 
-    async def _have_some_left(self, fleet: Fleet, clock: UpdateClock) -> bool:
+    async def _ask_for_engines(self, clock: UpdateClock) -> bool:
+        """After an attempt that failed; whether it is known now who belongs to the synchronizer."""
         try:
             with clock.phase("members"):
                 await self._membership.refresh()
         except WeightUpdateError as error:
             _log.warning("after a failed update: %s", error)
-        return any(member not in self._membership for member in fleet.members)
+            return False
+        return True
 
     async def _try(self, clock: UpdateClock, fleet: Fleet, losses: Losses) -> WeightUpdate:
         """One attempt, with these engines; if it fails, ``losses`` has whose failure it was."""
@@ -656,15 +702,23 @@ class WeightSynchronizer:
     ) -> WeightUpdateError:
         """The error of an attempt; in place of a symptom, its cause."""
         attempt.explain(error, clock)
-        if isinstance(error, TransferError) and attempt.replaced and in_step and not attempt.switched:
+        if not isinstance(error, TransferError) or error.engine is not None:
+            return error
+        if attempt.replaced and in_step and not attempt.switched:
             return OutOfStepError(f"an engine was restarted since the last update: {error}")
-        if isinstance(error, TransferError) and (lost := attempt.lost_sources or list(attempt.lost.values())):
-            # An end's connection was heard to break before the end itself was missed.
-            gone = cast("WeightUpdateError", combine_errors(lost))
-            gone.phase = error.phase
-            attempt.explain(gone, clock)
-            return gone
-        return error
+        # An end's connection was heard to break before the end itself was missed.
+        gone: WeightUpdateError | None = None
+        if attempt.is_the_trainers:
+            gone, *others = [*attempt.lost_sources, *attempt.late_sources]
+            for other in others:
+                gone.add_note(f"and: {other}")
+        elif attempt.lost:
+            gone = cast("WeightUpdateError", combine_errors(list(attempt.lost.values())))
+        if gone is None:
+            return error
+        gone.phase = error.phase
+        attempt.explain(gone, clock)
+        return gone
 
     async def _agree(
         self, clock: UpdateClock, fleet: Fleet, losses: Losses | None = None
@@ -678,7 +732,9 @@ class WeightSynchronizer:
                     # In a group that is not formed, those who are there miss those who are not: who is that?
                     late = isinstance(error, WeightUpdateTimeoutError)
                     gone = await fleet.roll_call(PATIENCE if late else None)
-                error.outcomes = error.outcomes or fleet.outcomes(gone)
+                for member in (found := blamed(error, fleet, gone)):
+                    member.is_lost |= isinstance(error, WeightUpdateTimeoutError) and error.phase == "describe"
+                error.outcomes = error.outcomes or fleet.outcomes({**gone, **found})
                 if losses is not None and self._on_engine_failure != "abort":
                     losses.blame_before(error, fleet, gone)
                 self._readers.end([member for member in fleet.members if member.is_lost])

@@ -197,20 +197,15 @@ class TrainerGroup:
 
     async def _call(self, rank: int, call: Callable[[int, Rank], Awaitable[T]]) -> T:
         """Call one rank; its errors say which it was."""
-        number = self._first + rank
+        name = f"trainer rank {self._first + rank}"
         try:
             return await call(rank, self._ranks[rank])
-        except cluster.ActorLostError as error:
-            raise TrainerError(f"trainer rank {number} is gone: {cluster.how_it_was_lost(error)}") from error
         except (PlanError, ConnectError) as error:
-            named = f"trainer rank {number}: {error}"
-            if isinstance(error, PlanError):
-                raise PlanError(named, names=error.names) from error
-            raise ConnectError(named) from error
+            raise error.named(name) from error
         except AsyncSyncError:
             raise
         except Exception as error:
-            raise TrainerError(f"trainer rank {number} failed: {type(error).__name__}: {error}") from error
+            raise TrainerError(cluster.how_it_failed(name, error)) from error
 
 
 def _raise_first(results: Mapping[Any, object]) -> None:

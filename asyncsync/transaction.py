@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import anyio
 
+from asyncsync import cluster
 from asyncsync.attempt import Attempt
 from asyncsync.catch_up import Published
 from asyncsync.clock import UpdateClock
@@ -22,6 +23,7 @@ from asyncsync.errors import (
     LinkLostError,
     LockTimeoutError,
     OutOfStepError,
+    TrainerError,
     TransferError,
     WeightUpdateTimeoutError,
 )
@@ -167,9 +169,11 @@ class Transaction:
                     async with beside(lambda: self._abort_newcomers(aborted_at)) if aborted_at else nullcontext():
                         await stack.enter_async_context(writer)
                 except LockTimeoutError as error:
-                    raise WeightUpdateTimeoutError(
+                    late = WeightUpdateTimeoutError(
                         f"generation did not end in time (does who awaits this update hold generation()?): {error}"
-                    ) from error
+                    )
+                    late.phase = "drain"
+                    raise late from error
             yield
 
     async def _abort_newcomers(self, members: Sequence[Member]) -> None:
@@ -191,16 +195,16 @@ class Transaction:
 
     @asynccontextmanager
     async def _resumed_after(self, members: Sequence[Member]) -> AsyncIterator[None]:
-        patience: float | None = PATIENCE
+        patience = PATIENCE
         try:
             yield
-            patience = None  # nothing waits for those who are late
+            patience = LATE_TIMEOUT  # all is well, and caches are flushed now
         finally:
             errors = await shielded(self._resume(members, patience)) if members else []
         if errors:
             raise combine_errors(errors)
 
-    async def _resume(self, members: Sequence[Member], patience: float | None) -> list[Exception]:
+    async def _resume(self, members: Sequence[Member], patience: float) -> list[Exception]:
         whole = [member for member in members if self._attempt.may_serve(member)]
         with self._clock.measure("resume"):
             results = await self._attempt.fleet.each(
@@ -216,7 +220,10 @@ class Transaction:
             if isinstance(result, Exception) and not isinstance(result, OutOfStepError)
         }
         for member, error in errors.items():
-            self._attempt.lose(member, error)
+            if isinstance(error.__cause__, cluster.ActorLostError | TimeoutError):
+                self._attempt.lose(member, error)
+            else:
+                self._attempt.record(member, EngineState.TAINTED, error=error)
             _log.warning("could not resume: %s", error)
         return list(errors.values())
 
@@ -311,9 +318,10 @@ class Transaction:
         }
         results = await settle(ends)
         for result in cast("list[Exception | None]", results["sources"]):
-            if isinstance(result, Exception):
+            if isinstance(result, TrainerError):
                 _log.warning("could not stop the sending: %s", result)
-                self._attempt.lost_sources.append(result)
+                is_gone = isinstance(result.__cause__, cluster.ActorLostError)
+                (self._attempt.lost_sources if is_gone else self._attempt.late_sources).append(result)
         engines = gone | cast("dict[Member, EngineStatus | Exception]", results["engines"])
         for member in self._attempt.left:
             if isinstance(engines[member], Exception) and member not in gone:
@@ -345,9 +353,7 @@ class Transaction:
             for member, status in engines.items()
             if isinstance(status, EngineStatus) and status.paused and status.tainted is None
         ]
-        await self._attempt.fleet.each(
-            lambda engine: engine.resume_generation(epoch), members=left, timeout=CLEANUP_TIMEOUT
-        )
+        await self._resume(left, patience)
 
     def _note(self, engines: Mapping[Member, EngineStatus | Exception], switched: Collection[Member]) -> None:
         for member, status in engines.items():

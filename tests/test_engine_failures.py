@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import threading
 from typing import Any
 
 import pytest
 
 import asyncsync
 from asyncsync import EngineError, EngineState, WeightSynchronizer
+from asyncsync.engines.loading import Loader
 from asyncsync.shield import shielded
 from tests.engines import (
     CONNECTING,
@@ -133,7 +135,9 @@ async def test_engines_that_fail_one_after_the_other_are_all_told_of() -> None:
         engines[2].before["finish_weight_update"] = failing(OSError("third"))
         with pytest.raises(asyncsync.EngineErrorGroup, match="3 engines failed") as caught:
             await synchronizer.update_weights()
-        assert [str(error).split(": ")[-1] for error in caught.value.exceptions] == ["first", "second", "third"]
+        errors = [error for error in caught.value.exceptions if isinstance(error, EngineError)]
+        assert [error.said.split(": ")[-1] for error in errors] == ["first", "second", "third"]
+        assert [error.phase for error in errors] == ["describe", "connect", "finish"]
         states = [outcome.state for outcome in caught.value.outcomes]
         assert states == [EngineState.TAINTED] * 3 + [EngineState.UPDATED]
         assert holds(engines[3], trainer)
@@ -165,7 +169,7 @@ async def test_a_trainer_that_fails_for_the_others_is_told_of_with_the_engine_th
         engines[1].before["receive_weights"] = fail_both
         with pytest.raises(asyncsync.TrainerError, match="the checkpoint is gone") as caught:
             await synchronizer.update_weights()
-        assert "before that: ToldEngine-1 failed: OSError: no" in caught.value.__notes__
+        assert "before that: ToldEngine-1 failed: OSError: no [in the transfer" in "".join(caught.value.__notes__)
         assert len(caught.value.outcomes) == 2
 
 
@@ -371,6 +375,97 @@ async def test_what_was_received_for_nothing_is_written_over_by_the_next_attempt
 async def test_other_ways_to_take_a_failure_are_refused(value: Any) -> None:
     with pytest.raises(ValueError, match="on_engine_failure must be one of raise, drop, abort"):
         WeightSynchronizer(zoo(1), [ToldEngine(zoo(2))], on_engine_failure=value)
+
+
+@pytest.mark.exhaustive
+async def test_a_version_of_the_same_number_that_was_never_published_is_barred() -> None:
+    trainer, frozen = zoo(1), Frozen(zoo(2))
+    engines = [ToldEngine(zoo(3)), frozen]
+    async with WeightSynchronizer(trainer, engines, timeout=60) as synchronizer:
+        await synchronizer.update_weights()
+        change(trainer)
+        synchronizer._timeout = 4.0
+        frozen.freeze_at("finish_weight_update")
+        frozen.after["finish_weight_update"] = frozen.before.pop("finish_weight_update")  # it has switched by then
+
+        engines[0].before["finish_weight_update"] = hanging()
+        update = asyncio.create_task(synchronizer.update_weights())
+        await frozen.frozen.wait()
+        update.cancel()
+        await asyncio.wait([update])
+        assert synchronizer.weight_version == 1, "nobody answers that holds the new one"
+        change(trainer)
+        with pytest.raises(asyncsync.WeightUpdateError, match="Frozen-1"):
+            await synchronizer.update_weights()
+        assert (synchronizer.weight_version, frozen.weight_version) == (2, 2)
+        assert [holds(engine, trainer) for engine in engines] == [True, False]
+        frozen.thawed.set()
+        await asyncio.wait(synchronizer._late._calls.values())
+        assert await is_barred(frozen)
+        synchronizer._timeout = 60.0
+        assert (await synchronizer.update_weights()).version == 3
+        assert [holds(engine, trainer) for engine in engines] == [True, True]
+
+
+@BOTH
+async def test_who_aborts_an_update_that_is_being_committed_hears_what_came_of_it(staged: bool) -> None:
+    async with synced(staged=staged, count=1, initial_version=0) as (trainer, (engine,), synchronizer):
+        begun, go_on = threading.Event(), threading.Event()
+        original = engine._asyncsync._loader_for
+
+        def loader_for(device: str) -> Loader:
+            loader = original(device)
+            commit = loader.commit
+
+            def slow() -> None:
+                begun.set()
+                assert go_on.wait(20)
+                commit()
+
+            loader.commit = slow  # type: ignore[method-assign]
+            return loader
+
+        engine._asyncsync._loader_for = loader_for  # type: ignore[method-assign]
+        update = asyncio.create_task(synchronizer.update_weights())
+        await asyncio.to_thread(begun.wait, 20)
+        update.cancel()
+        await asyncio.wait([update], timeout=0.2)
+        aborting = [task for task in asyncio.all_tasks() if "clean-up" in task.get_name()]
+        assert aborting, "the abort is under way"
+        assert not update.done(), "it waits for the commit"
+        go_on.set()
+        await asyncio.wait([update])
+        assert (synchronizer.weight_version, engine.weight_version) == (1, 1)
+        assert holds(engine, trainer)
+        assert synchronizer.ready_engines == (engine,)
+
+
+async def test_a_staged_engine_that_was_paused_and_is_forgotten_serves_again_when_the_update_is_over() -> None:
+    async with synced(count=1, on_engine_failure="abort", initial_version=0) as (_, (engine,), synchronizer):
+        await synchronizer.connect()
+        synchronizer._timeout = 2.0
+        engine.before["resume_generation"] = hanging()
+        with pytest.raises(asyncsync.WeightUpdateError):
+            await synchronizer.update_weights()
+        async with asyncio.timeout(10), engine.generating() as version:
+            assert version == 1
+
+
+async def test_an_error_tells_of_those_lost_before_though_the_engines_cannot_be_asked_for_any_more() -> None:
+    engines, asked = [ToldEngine(zoo(2)), ToldEngine(zoo(3))], itertools.count()
+
+    async def find() -> list[ToldEngine]:
+        if next(asked) == 1:
+            raise OSError("the registry is down")
+        return engines
+
+    engines[1].before["receive_weights"] = failing(OSError("no"))
+    async with WeightSynchronizer(zoo(1), find) as synchronizer:
+        synchronizer._membership._members = {}
+        with pytest.raises(EngineError, match="ToldEngine-1 failed: OSError: no") as caught:
+            await synchronizer.update_weights()
+        assert caught.value.update is not None
+        assert next(asked) == 3, "asked before each attempt, and once after the failure"
 
 
 class Stubborn(ToldEngine):

@@ -119,9 +119,21 @@ async def test_ranks_that_receive_different_bytes_are_named() -> None:
         old = contents(trainer)
         change(trainer)
         flip_a_bit(group[1])
-        with pytest.raises(asyncsync.TransferError, match=r"Rank-0: rank 1 received other bytes than rank 0"):
+        with pytest.raises(asyncsync.EngineError, match=r"Rank-0 failed: .* rank 1 received other bytes than rank 0"):
             await synchronizer.update_weights()
         assert await assert_whole_or_barred(group, {1: old})
+
+
+async def test_a_wrong_bit_at_one_rank_costs_the_other_engines_nothing() -> None:
+    trainer, group, (other,) = Zoo(1), ranks(2), ranks(1)
+    async with WeightSynchronizer(trainer, [group, other], bucket_size=1024) as synchronizer:
+        await synchronizer.update_weights()
+        change(trainer)
+        flip_a_bit(group[1])
+        with pytest.raises(asyncsync.EngineError, match="received other bytes") as caught:
+            await synchronizer.update_weights()
+        assert caught.value.update is not None
+        assert holds(other, trainer)
 
 
 # -- generation ------------------------------------------------------------------------------------------------------

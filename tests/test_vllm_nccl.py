@@ -146,7 +146,7 @@ async def test_whatever_call_fails_the_engine_is_whole_or_tainted_and_the_next_u
             assert outcome.state is EngineState.UNCHANGED
             assert await serves(llm, old)
         elif call == "resume":
-            assert outcome.state in (EngineState.UPDATED, EngineState.LOST)
+            assert outcome.state in (EngineState.UPDATED, EngineState.TAINTED)
         else:
             assert outcome.state is EngineState.TAINTED
             assert await llm.is_sleeping(), "it stays paused"

@@ -116,6 +116,7 @@ class GenerationGate:
         except asyncio.CancelledError:
             self._withdraw(waiter)
             raise
+        self._leave_if_barred()
 
     def enter_blocking(self) -> None:
         """The same from a synchronous method; blocks its thread.
@@ -131,6 +132,15 @@ class GenerationGate:
         except BaseException:
             self._withdraw(waiter)
             raise
+        self._leave_if_barred()
+
+    def _leave_if_barred(self) -> None:
+        """The gate was barred between the moment in which one was let in, and that in which one hears of it."""
+        with self._mutex:
+            barred, reason = self._state is GateState.BARRED, self._reason
+        if barred:
+            self.leave()
+            raise TaintedEngineError(reason)
 
     def leave(self) -> None:
         """Leave; the last one out lets the pause go on."""

@@ -101,7 +101,7 @@ class ReceivingRanks(Generic[R]):
         receipts = await self.ask_race(lambda _, engine: engine.receive_weights(order))
         for rank, receipt in enumerate(receipts):
             if receipt.digest != receipts[0].digest:
-                raise TransferError(
+                raise EngineError(
                     f"rank {rank} received other bytes than rank 0: digest {receipt.digest}, not {receipts[0].digest}"
                 )
         return receipts[0]
@@ -146,22 +146,16 @@ class ReceivingRanks(Generic[R]):
         try:
             async with asyncio.timeout(timeout) as limit:
                 return await call(rank, self.engines[rank])
-        except PlanError as error:
-            raise PlanError(f"rank {rank}: {error}", names=error.names) from error
-        except TransferError as error:
+        except (PlanError, ConnectError, TransferError) as error:
             raise error.named(f"rank {rank}") from error
-        except (ConnectError, OutOfStepError, TaintedEngineError) as error:
-            kinds = (ConnectError, OutOfStepError, TaintedEngineError)
-            kind = next(kind for kind in kinds if isinstance(error, kind))
+        except (OutOfStepError, TaintedEngineError) as error:
+            kind = OutOfStepError if isinstance(error, OutOfStepError) else TaintedEngineError
             raise kind(f"rank {rank}: {error}") from error
-        except cluster.ActorLostError as error:
-            raise EngineError(f"rank {rank} is gone: {cluster.how_it_was_lost(error)}") from error
         except BaseException as error:
             if is_ours(error):
                 raise
-            if limit.expired():
-                raise EngineError(f"rank {rank} did not answer within {timeout} s") from error
-            raise EngineError(f"rank {rank} failed: {type(error).__name__}: {error}") from error
+            waited = timeout if limit.expired() else None
+            raise EngineError(cluster.how_it_failed(f"rank {rank}", error, waited)) from error
 
 
 def _join(statuses: Sequence[EngineStatus]) -> EngineStatus:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import anyio
@@ -185,15 +186,19 @@ class Receiver:
             raise EngineError(f"there is no received update of epoch {epoch} to finish")
         return session
 
-    def take(self, session: Session) -> None:
-        """Have a session end, since what it received is in service. On the worker thread.
+    @contextmanager
+    def taking(self, session: Session) -> Iterator[None]:
+        """Take what was received into service; the session ends with that, so that who aborts it meanwhile waits.
 
         Raises:
             EngineError: It has ended already.
         """
         if self.session is not session:
             raise EngineError(f"the update of epoch {session.order.epoch} was overtaken by another")
-        self.session = None
+        try:
+            yield
+        finally:
+            self.session = None
 
     async def abort(self) -> None:
         """End the session, if there is one, and drop what it received.

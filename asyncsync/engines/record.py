@@ -31,6 +31,7 @@ class WeightRecord:
         epoch: The newest it has seen.
         ended_epoch: The newest that was committed or aborted.
         version: The version it was brought last, tainted or not.
+        committed_epoch: By which update.
         tainted: Why it must not serve, or None.
         received: In which epoch buckets arrived last, how many, and of how many; None: that is not known.
     """
@@ -40,6 +41,7 @@ class WeightRecord:
         self.epoch = 0
         self.ended_epoch = 0
         self.version: int | None = None
+        self.committed_epoch = 0
         self.tainted: str | None = None
         self.received: tuple[int, int, int] | None = None
         self._on_taint = on_taint
@@ -116,7 +118,8 @@ class WeightRecord:
         Raises:
             TaintedEngineError: The engine still lacks what an earlier update brought to others.
         """
-        self.version, self.tainted, self.ended_epoch = order.version, None, order.epoch
+        self.version, self.tainted = order.version, None
+        self.committed_epoch = self.ended_epoch = order.epoch
         self._holds = {layout: held for layout, held in self._holds.items() if not held[0] & names}
         if digest is not None:
             self._holds[order.plan_digest] = names, digest
@@ -138,17 +141,22 @@ class WeightRecord:
         self.tainted = f"{what}: the engine stays paused until a whole update repairs it"
         self._on_taint(self.tainted)
 
-    def compare(self, published: int | None, names: frozenset[str]) -> None:
+    def compare(self, epoch: int, published: int | None, names: frozenset[str]) -> None:
         """Note that other engines serve a version now: one that does not hold it is tainted.
 
+        Numbers alone do not tell: who had switched, and was then not heard of, holds a version that was never
+        published, and whose number the next update was given.
+
         Args:
+            epoch: Of the update that brought it.
             published: The version; None: none of them has switched.
             names: What the update was to bring.
         """
-        if published is not None and self.version != published and self.tainted is None:
-            ahead = self.version is not None and self.version > published
-            what = f"it holds version {self.version} alone" if ahead else f"it missed version {published}"
-            self.taint(what, names)
+        if published is None or self.tainted is not None or (self.committed_epoch, self.version) == (epoch, published):
+            return
+        ahead = self.version is not None and self.version >= published
+        what = f"it holds version {self.version} alone" if ahead else f"it missed version {published}"
+        self.taint(what, names)
 
 
 def all_names(plan: Plan | None) -> frozenset[str]:

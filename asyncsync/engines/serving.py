@@ -13,6 +13,7 @@ import logging
 import math
 import threading
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 
 from torch import Tensor, nn
 
@@ -67,6 +68,7 @@ class ServedModule:
         self._installed: dict[int, Tensor] = {}
         self._stale_cache = False
         self._paused_for: int | None = None  # the epoch of the update it is paused for
+        self._switching = False  # staged, and from the moment on that it holds requests back by itself
         self._expiry: asyncio.TimerHandle | None = None
         self._giving_up: asyncio.Task[None] | None = None
         self._binding: Binding | None = None
@@ -105,7 +107,7 @@ class ServedModule:
         if binding is not None and not await asyncio.to_thread(binding.fits, self._module()):
             binding = None
         shards = await asyncio.to_thread(module_shards, self._module())
-        return self.record.status(
+        status = self.record.status(
             device=self._device(),
             staged=self._staged,
             policies=self.generations.policies,
@@ -114,8 +116,14 @@ class ServedModule:
             partial=binding is not None and binding.partial,
             shards=shards,
             gives=not shards,
-            paused=self._paused_for is not None,
+            paused=self._paused_for is not None or self._switching,
         )
+        session = self.receiver.session
+        if session is not None and session.loader.touched and status.tainted is None:
+            # To its own conductor this is nothing new. To another: that one may be gone, and the weights are not whole.
+            under_way = f"update {session.order.version} of it is not over"
+            status = replace(status, tainted=under_way, weight_version=None, holds={})
+        return status
 
     async def accept_layout(self, layout: Layout) -> None:
         """See :meth:`asyncsync.RolloutEngine.accept_layout`."""
@@ -147,10 +155,12 @@ class ServedModule:
     async def receive_weights(self, order: UpdateOrder) -> EngineReceipt:
         """See :meth:`asyncsync.RolloutEngine.receive_weights`."""
         binding = self._binding
-        if binding is not None and not await self._worker.run(binding.fits, self._module()):
+        fits = binding is None or await self._worker.run(binding.fits, self._module())
+        if not fits or self._binding is not binding:
             # Before anything has begun: left groups would be heard at the other ends before this error is.
             raise OutOfStepError("the module's tensors were replaced since the layout was agreed on")
         plan = None if binding is None else binding.plan
+        self.record.check_new(order)
         self._expect_end(order)
         return EngineReceipt(digest=await self.receiver.receive(order, plan, self._loader_for))
 
@@ -160,6 +170,7 @@ class ServedModule:
         if self._paused_for == order.epoch:  # else a pause that an earlier update left behind ends here
             await self._worker.run(self._commit, session)
             return
+        self._switching = True
         try:
             await self.generations.hold(order.policy)
             await self._worker.run(self._commit, session)
@@ -174,12 +185,14 @@ class ServedModule:
         if (giving := self._givings.get(epoch)) is not None:
             giving.set()
         await self.receiver.abort()
-        self.record.compare(published, all_names(self._plan))
+        self.record.compare(epoch, published, all_names(self._plan))
         return await self.describe_engine()
 
     async def resume_generation(self, epoch: int) -> None:
         """See :meth:`asyncsync.RolloutEngine.resume_generation`."""
         self.record.see(epoch)
+        if (session := self.receiver.session) is not None and session.order.epoch < epoch:
+            await self.receiver.abort()  # its conductor is gone: nobody will finish it
         await shielded(self._serve(epoch))
         if self.record.tainted:
             raise TaintedEngineError(self.record.tainted)
@@ -222,10 +235,9 @@ class ServedModule:
 
     async def _give_up(self, order: UpdateOrder) -> None:
         session = self.receiver.session
-        if session is None or session.order is not order:
-            return
-        _log.warning("update %d was not finished in time: is its conductor gone? It is dropped", order.version)
-        await self.receiver.abort()
+        if session is not None and session.order is order:
+            _log.warning("update %d was not finished in time: is its conductor gone? It is dropped", order.version)
+            await self.receiver.abort()
         if self._staged and self._paused_for == order.epoch:
             await self._serve(order.epoch)
 
@@ -243,19 +255,19 @@ class ServedModule:
                 raise
             self._stale_cache = False
         if epoch == self.record.epoch:  # else a newer update has paused it meanwhile
-            self._paused_for = None
+            self._paused_for, self._switching = None, False
             self.generations.resume()
 
     def _commit(self, session: Session) -> None:
-        self.receiver.take(session)
         names = all_names(session.plan)
-        try:
-            session.loader.commit()
-        except BaseException:
-            self.record.taint(f"update {session.order.version} could not be loaded", names)
-            raise
-        self._stale_cache = True
-        self.record.committed(session.order, names, session.digest)
+        with self.receiver.taking(session):
+            try:
+                session.loader.commit()
+            except BaseException:
+                self.record.taint(f"update {session.order.version} could not be loaded", names)
+                raise
+            self._stale_cache = True
+            self.record.committed(session.order, names, session.digest)
 
     def _loader_for(self, device: str) -> Loader:
         assert self._binding is not None

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from asyncsync.messages import Contacts, Rendezvous
 
-QUIET_TIMEOUT = 0.5
+QUIET_TIMEOUT = 0.2
 """Seconds that a closed link may take until its buffers can be used again; else they are given up."""
 
 

@@ -287,6 +287,8 @@ class BroadcastLink:
     def close(self) -> None:
         """Leave the group without blocking; operations still running end by themselves, aside."""
         with self._mutex:
+            if self._group is None:
+                return
             owned = [self._store, self._group]  # let go of from the end
             running = [work for work, _ in self._running.values()]
             tensors = [*(flat for _, flat in self._running.values()), *self._kept]

@@ -109,12 +109,16 @@ class Seat:
             self._joining = None
             joining.stop()
             await settle({"joined": joined})
-        if self.link is not None and connection in (None, self.link.connection):
+        if (link := self.link) is not None and connection in (None, link.connection):
             async with self._guard() as guarded:
-                await guarded.run(self.close)
+                await guarded.run(self._close, link)
 
     def close(self) -> None:
         """Leave the group that it has joined. Does not block."""
         if self.link is not None:
-            self.link.close()
-        self.link = None
+            self._close(self.link)
+
+    def _close(self, link: Link) -> None:
+        link.close()
+        if self.link is link:  # else another was joined meanwhile
+            self.link = None

@@ -281,7 +281,7 @@ class SGLangEngine:
         self._record.end(epoch)
         names = self._all_names()
         await self._give_up()
-        self._record.compare(published, names)
+        self._record.compare(epoch, published, names)
         if self._record.tainted is not None and self._paused_for is None and not self._asleep:
             self._paused_for = epoch
             await self._asked((await self._know()).pausing.hold("abort", torn=True))

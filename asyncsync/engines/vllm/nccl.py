@@ -278,7 +278,7 @@ class NCCLWorkers:
         """See :meth:`asyncsync.RolloutEngine.abort_weight_update`."""
         self._record.end(epoch)
         await self._give_up()
-        self._record.compare(published, frozenset())  # whatever it lacks, the next brings all
+        self._record.compare(epoch, published, frozenset())  # whatever it lacks, the next brings all
         return await self._describe()
 
     async def aclose(self) -> None:

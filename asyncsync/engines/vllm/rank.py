@@ -120,7 +120,7 @@ class WorkerRank:
         self._record.end(epoch)
         await self._worker.run(self._wait_for_load)
         await self._receiver.abort()
-        self._record.compare(published, all_names(self._layout[0] if self._layout else None))
+        self._record.compare(epoch, published, all_names(self._layout[0] if self._layout else None))
         return await self.describe_engine()
 
     def _wait_for_load(self) -> None:
@@ -151,11 +151,11 @@ class WorkerRank:
             session = self._receiver.received(epoch)
             if self._asleep():  # put to sleep in an update's own pause, which vLLM does not tell from sleep
                 raise EngineError("the engine is asleep: wake it up before the update")
-            self._receiver.take(session)
             names = all_names(session.plan)
-            try:
-                self._load_weights(self._store.named_tensors(self._left_out))
-            except BaseException:
-                self._record.taint(f"update {session.order.version} could not be loaded", names)
-                raise
-            self._record.committed(session.order, names, session.digest)
+            with self._receiver.taking(session):
+                try:
+                    self._load_weights(self._store.named_tensors(self._left_out))
+                except BaseException:
+                    self._record.taint(f"update {session.order.version} could not be loaded", names)
+                    raise
+                self._record.committed(session.order, names, session.digest)
