@@ -8,11 +8,12 @@ thread of its own, beside the sending. The sender thread waits for the network, 
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import anyio
 import numpy as np
@@ -33,6 +34,13 @@ from asyncsync.threads import WorkerThread
 from asyncsync.transports.base import QUIET_TIMEOUT, Link
 from asyncsync.transports.seat import Seat
 from asyncsync.weights import Snapshot, Weights, WeightSource
+
+T = TypeVar("T")
+
+STUCK_TIMEOUT = 2.0
+"""Seconds, after those that the guard gives to what it was doing, in which the sender thread must do something; else it is replaced."""
+
+_log = logging.getLogger("asyncsync")
 
 
 class RankWorker:
@@ -221,22 +229,23 @@ class RankWorker:
         """
         try:
             return await self._send_weights(order)
-        except BaseException as error:
+        except BaseException:
             if self._gathers_with_others and self._gathered_epoch != order.epoch:
                 # The other ranks may have begun to gather, and would wait for this one.
-                with self._given_up_if_stuck(error):
-                    await shielded(self._sender.run(self._only_take_part))
+                await shielded(self._run_or_give_up(CLEANUP_TIMEOUT, self._only_take_part))
             raise
 
-    @contextmanager
-    def _given_up_if_stuck(self, error: BaseException) -> Iterator[None]:
-        """Have the next job run on a new sender thread if this one does not end: in a gathering, say, or a hook."""
+    async def _run_or_give_up(self, timeout: float, function: Callable[..., T], *args: Any) -> T | None:
+        """Run something on the sender thread; if that is stuck, in a gathering say, or in a hook, it is replaced."""
+        thread = self._sender
         try:
-            yield
-        except TimeoutError as failure:
-            self._sender_thread.close()
+            async with asyncio.timeout(timeout):
+                return await thread.run(function, *args)
+        except TimeoutError:
+            _log.warning("the sender thread has been busy for too long with what is not ours, and is given up")
+            thread.close()
             self._close_links()
-            error.add_note(f"then: {failure}")
+            return None
 
     @property
     def _gathers_with_others(self) -> bool:
@@ -269,9 +278,9 @@ class RankWorker:
                         digests = await guarded.run(
                             self._send, order.epoch, links, plan, snapshot, stop, witness, on_cancel=stop.set
                         )
-                    except BaseException as error:
-                        with self._given_up_if_stuck(error):
-                            sending.quiet = await shielded(guarded.run(self._break_off, links), CLEANUP_TIMEOUT)
+                    except BaseException:
+                        left = await shielded(self._run_or_give_up(STUCK_TIMEOUT, self._break_off, links))
+                        sending.quiet = left is True
                         raise
                 sending.quiet = True
                 if digests is None:

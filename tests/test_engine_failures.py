@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+import torch
 
 import asyncsync
 from asyncsync import EngineError, EngineState, WeightSynchronizer
@@ -466,6 +469,112 @@ async def test_an_error_tells_of_those_lost_before_though_the_engines_cannot_be_
             await synchronizer.update_weights()
         assert caught.value.update is not None
         assert next(asked) == 3, "asked before each attempt, and once after the failure"
+
+
+async def test_who_takes_over_does_not_take_weights_for_whole_that_nobody_finished() -> None:
+    trainer, engines = zoo(1), [ToldEngine(zoo(2), staged=False), ToldEngine(zoo(3), staged=False)]
+    async with WeightSynchronizer(trainer, engines) as gone, WeightSynchronizer(zoo(4), engines) as other:
+        await gone.update_weights()
+        change(trainer)
+        received = [asyncio.Event() for _ in engines]
+        for engine, event in zip(engines, received, strict=True):
+
+            async def stop(event: asyncio.Event = event) -> None:
+                event.set()
+                await asyncio.Event().wait()
+
+            engine.before["finish_weight_update"] = stop
+        update = asyncio.create_task(gone.update_weights())
+        for event in received:
+            await event.wait()
+        await other.connect()
+        assert (other.weight_version, other.ready_engines) == (None, ())
+        await other.update_weights()
+        assert [holds(engine, zoo(4)) for engine in engines] == [True, True]
+        update.cancel()
+        await asyncio.wait([update])
+        assert [holds(engine, zoo(4)) for engine in engines] == [True, True]
+        assert all(gate_of(engine).is_open for engine in engines)
+
+
+@BOTH
+@pytest.mark.exhaustive
+async def test_an_engine_that_has_switched_and_does_not_serve_is_not_told_to_be_updated(staged: bool) -> None:
+    async with synced(count=2, staged=staged) as (trainer, engines, synchronizer):
+        await synchronizer.update_weights()
+        change(trainer)
+        synchronizer._timeout = 4.0
+        flush, calls = engines[1].flush_cache, asyncio.Event()
+        engines[1].flush_cache = calls.wait  # type: ignore[assignment,method-assign]
+        with pytest.raises(asyncsync.WeightUpdateError, match="ToldEngine-1") as caught:
+            await synchronizer.update_weights()
+        first, second = caught.value.outcomes
+        assert (first.state, second.state) == (EngineState.UPDATED, EngineState.LOST)
+        assert "1 of 2 engines hold it" in "".join(caught.value.__notes__)
+        assert synchronizer.ready_engines == (engines[0],)
+        assert "ToldEngine-1 (lost)" in repr(synchronizer)
+        engines[1].flush_cache = flush  # type: ignore[method-assign]
+        calls.set()
+        synchronizer._timeout = 60.0
+        assert (await synchronizer.update_weights()).version == 3
+        assert [holds(engine, trainer) for engine in engines] == [True, True]
+        assert synchronizer.ready_engines == tuple(engines)
+
+
+@pytest.mark.parametrize("step", ["describe_engine", "open_group", "receive_weights"])
+async def test_an_answer_of_the_wrong_kind_is_the_engines_failure(step: str) -> None:
+    async with synced(count=2) as (trainer, engines, synchronizer):
+
+        async def forget(*_: Any) -> None:
+            return None
+
+        setattr(engines[1], step, forget)
+        with pytest.raises(EngineError, match=f"ToldEngine-1 failed: TypeError: {step} returned None") as caught:
+            await synchronizer.update_weights()
+        assert caught.value.update is not None
+        assert holds(engines[0], trainer)
+
+
+async def test_a_lost_lease_of_updaters_is_an_error_of_the_update() -> None:
+    class Lost(asyncsync.RolloutLock):
+        @asynccontextmanager
+        async def updater(self, **options: Any) -> AsyncIterator[None]:  # type: ignore[override]
+            yield
+            raise asyncsync.LockError("the lease was lost")
+
+    async with synced(lock=Lost("a lock")) as (_, _, synchronizer):
+        with pytest.raises(asyncsync.WeightUpdateError, match="the lock that updates share was lost") as caught:
+            await synchronizer.update_weights()
+        assert [outcome.engine for outcome in caught.value.outcomes] == ["ToldEngine-0", "ToldEngine-1"]
+
+
+@pytest.mark.exhaustive
+async def test_a_sender_thread_that_is_stuck_in_the_trainers_own_code_is_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("asyncsync.guard.CLEANUP_TIMEOUT", 2.0)
+    trainer, engine = torch.nn.Linear(3, 3), ToldEngine(torch.nn.Linear(3, 3))
+    stuck, go_on = threading.Event(), threading.Event()
+
+    class Sharded:
+        def describe(self) -> Any:
+            return [(name, each.dtype, each.shape) for name, each in trainer.state_dict().items()]
+
+        def gather(self, name: str) -> Any:
+            if not stuck.is_set():
+                stuck.set()
+                go_on.wait(120)
+            return trainer.state_dict()[name]
+
+    async with WeightSynchronizer(Sharded(), [engine], timeout=60) as synchronizer:
+        synchronizer._timeout = 4.0
+        with pytest.raises(asyncsync.WeightUpdateError):
+            await synchronizer.update_weights()
+        assert stuck.is_set()
+        synchronizer._timeout = 60.0
+        assert (await synchronizer.update_weights()).version == 1
+        assert holds(engine, trainer)
+        go_on.set()
 
 
 class Stubborn(ToldEngine):

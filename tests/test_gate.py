@@ -87,6 +87,18 @@ async def test_threads_wait_at_the_same_gate() -> None:
     thread.join(10)
 
 
+async def test_one_that_was_let_in_and_has_not_heard_of_it_is_turned_away_by_a_bar() -> None:
+    gate = GenerationGate()
+    gate.shut()
+    newcomer = asyncio.ensure_future(gate.enter())
+    await asyncio.sleep(0)
+    gate.resume()
+    gate.bar("it missed version 4")
+    with pytest.raises(TaintedEngineError, match="missed version 4"):
+        await newcomer
+    assert gate.inside == 0
+
+
 async def test_a_tainted_engine_turns_away_who_waits_and_who_comes_until_it_is_opened() -> None:
     gate = GenerationGate()
     gate.shut()
