@@ -38,7 +38,7 @@ from asyncsync.weights import Snapshot, Weights, WeightSource
 T = TypeVar("T")
 
 STUCK_TIMEOUT = 2.0
-"""Seconds, after those that the guard gives to what it was doing, in which the sender thread must do something; else it is replaced."""
+"""Seconds in which the sender thread, once the guard has given up on what it was doing, must do something new."""
 
 _log = logging.getLogger("asyncsync")
 

@@ -258,14 +258,12 @@ def show(figures: dict[str, Any]) -> None:
     table = Table(title=f"One of three engines in the middle of an update of {figures['case']}: medians, s")
     for column in ("what", "seconds", "to reach", ""):
         table.add_column(column, justify="left" if column == "what" else "right")
-    targets = {
-        "undisturbed_s": None,
-        "known_s": 1.0,
-        "survivors_s": 2 * figures["undisturbed_s"] + 1,
-        "stopped_after_deadline_s": 1.0,
-    }
+    targets: dict[str, float] = {}
+    if figures["case"] == CASE:
+        undisturbed = figures["undisturbed_s"]
+        targets = {"known_s": 1.0, "survivors_s": 2 * undisturbed + 1, "stopped_after_deadline_s": 1.0}
     for key, what in LINES.items():
-        seconds, target = figures[key], targets[key]
+        seconds, target = figures[key], targets.get(key)
         if seconds is None or target is None:
             table.add_row(what, "never" if seconds is None else f"{seconds:.3g}", "", "")
         else:

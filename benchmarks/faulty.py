@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, TypeVar
@@ -16,7 +17,6 @@ from torch import Tensor
 
 import asyncsync
 from asyncsync.buckets import Bucket
-from asyncsync.engines import EngineReceipt
 from asyncsync.engines.loading import Loader
 from asyncsync.messages import Contacts, EngineStatus, Policy, Rendezvous, UpdateOrder
 from benchmarks import layouts
@@ -100,14 +100,14 @@ class FailingSteps(asyncsync.ModuleEngine):
 
     def _watched(self, inner: Callable[[str], Loader], device: str) -> Loader:
         loader = inner(device)
-        take = type(loader).take
+        take, itself = type(loader).take, weakref.proxy(loader)  # no cycle: it may keep a set of weights
 
         def watched(bucket: Bucket, buffer: Tensor) -> None:
             if bucket.index == self.fails_at and self._fault.due("receive_weights"):
                 self._fault.happen()
                 if self._fault.kind == "answers wrongly":
                     buffer[0] ^= 1
-            take(loader, bucket, buffer)
+            take(itself, bucket, buffer)
 
         loader.take = watched  # type: ignore[method-assign]
         return loader
@@ -127,10 +127,6 @@ class FailingSteps(asyncsync.ModuleEngine):
     async def pause_generation(self, epoch: int, policy: Policy) -> None:
         """May fail."""
         await self._fault.before("pause_generation", super().pause_generation(epoch, policy))
-
-    async def receive_weights(self, order: UpdateOrder) -> EngineReceipt:
-        """May fail, at a bucket."""
-        return await super().receive_weights(order)
 
     async def finish_weight_update(self, order: UpdateOrder) -> None:
         """May fail."""

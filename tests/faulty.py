@@ -14,9 +14,7 @@ from asyncsync.messages import (
     Contacts,
     ReadOptions,
     Rendezvous,
-    SendReceipt,
     TrainerStatus,
-    UpdateOrder,
 )
 from asyncsync.sending import OwnTensors
 from benchmarks.faulty import FailingSteps, Fault
@@ -95,9 +93,6 @@ class FaultyTrainerActor(Faulty, TrainerActor):
 
     async def join_trainer_group(self, connection: str, contacts: Contacts) -> None:
         await self._fault.before("join_trainer_group", super().join_trainer_group(connection, contacts))
-
-    async def send_weights(self, order: UpdateOrder) -> SendReceipt | None:
-        return await super().send_weights(order)
 
 
 # Not as decorators: a type checker would go on to see the classes.

@@ -30,8 +30,8 @@ BUCKET = 2**18
 SPARE = {"threads": 6, "files": 6}
 """How many more there may be: pools that fill as they are needed. What is left behind once an update is far more."""
 
-MEMORY = 64 * 2**20
-"""Bytes that a process may have grown by: one that kept what an update allocates would by thousands of them."""
+MEMORY = 40 * 2**20
+"""Bytes that a process may have grown by: one that kept a single bucket of each update would by 50 MiB."""
 
 
 @pytest.fixture(params=[True, False], ids=["staged", "in place"])

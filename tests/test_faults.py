@@ -32,8 +32,8 @@ pytestmark = [pytest.mark.asyncio, pytest.mark.faults, pytest.mark.timeout(180)]
 TIMEOUT = 8.0
 """Seconds for an update with a fault."""
 
-SLACK = 1.0
-"""Seconds that it may take longer, when it has ended by its deadline."""
+SLACK = 6.0
+"""Seconds that it may take longer before it counts as stuck: how long it takes is measured elsewhere."""
 
 ENGINE_STEPS: Mapping[str, str] = {
     "describe": "describe_engine",
@@ -203,7 +203,7 @@ async def test_an_engine(fleets: Mapping[bool, Fleet], fault: str, phase: str, s
                 assert caught.value.update is not None, "the others are to be updated"
                 outcomes = caught.value.outcomes
             took = asyncio.get_running_loop().time() - started
-            assert took < TIMEOUT + SLACK + 5, "stuck"  # a bound, not a figure: that is measured elsewhere
+            assert took < TIMEOUT + SLACK, "stuck"
             states = [outcome.state for outcome in outcomes]
             assert states[0] is states[2] is EngineState.UPDATED
             assert synchronizer.weight_version is not None
@@ -217,6 +217,7 @@ async def test_an_engine(fleets: Mapping[bool, Fleet], fault: str, phase: str, s
             update = await synchronizer.update_weights()
             fills[update.version] = NEXT
         await check_all_hold(fleet, synchronizer, NEXT)
+        assert readers.read, "nobody read anything"
         check_reads(readers, version, fills)
         RESULTS[f"an engine {fault}", phase, staged] = told(states, fleet)
 
@@ -233,7 +234,7 @@ async def test_the_trainer(fleets: Mapping[bool, Fleet], fault: str, phase: str,
         async with readers.reading():
             with pytest.raises(asyncsync.WeightUpdateError, match="trainer") as caught:
                 await synchronizer.update_weights()
-            states = [outcome.state for outcome in caught.value.outcomes] or [EngineState.UNCHANGED] * 3
+            states = [outcome.state for outcome in caught.value.outcomes]
             torn = not staged and phase == "transfer"
             assert states == [EngineState.TAINTED if torn else EngineState.UNCHANGED] * 3
             assert synchronizer.weight_version == version
@@ -348,10 +349,9 @@ async def test_the_table_in_the_docs_has_every_cell() -> None:
     written = f"{before}{BEGIN}\n\n{table()}\n{END}{after}"
     if os.environ.get("ASYNCSYNC_WRITE_TABLE"):
         PAGE.write_text(written)
-    assert shape(PAGE.read_text()) == shape(written)
+    assert comparable(PAGE.read_text()) == comparable(written)
 
 
-def shape(page: str) -> list[list[str]]:
-    """Which cells a page's table has. Whether a killed engine is back by then, as a new one, the machine decides."""
-    rows = [line.split(" | ") for line in page.split(BEGIN)[1].splitlines() if line.startswith("|")]
-    return [[cell if index == 0 or "·" in cell else "seen" for index, cell in enumerate(row)] for row in rows]
+def comparable(page: str) -> str:
+    """The table of a page. Whether a killed engine is back by then, as a new one, the machine decides."""
+    return page.split(BEGIN)[1].split(END)[0].replace("lost", "tainted")
