@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from asyncsync.buckets import joint_digest
 from asyncsync.clock import UpdateClock
-from asyncsync.errors import TrainerError, WeightUpdateError, WeightUpdateTimeoutError
+from asyncsync.errors import TrainerError, WeightUpdateError, WeightUpdateTimeoutError, what_was_said
 from asyncsync.fleet import Fleet, Member
 from asyncsync.messages import EngineStatus, SendReceipt, UpdateOrder
 from asyncsync.report import EngineOutcome, EngineState, WeightUpdate
@@ -106,7 +106,7 @@ class Attempt:
             state=state,
             weight_version=weight_version,
             digest=self.digests.get(member) if state is EngineState.UPDATED else None,
-            error=None if error is None else str(error),
+            error=None if error is None else what_was_said(error),
         )
 
     def lose(self, member: Member, error: Exception) -> None:
@@ -162,7 +162,7 @@ class Attempt:
         error.weight_version = self.order.version
         for member, outcome in self.outcomes.items():
             if outcome.engine == getattr(error, "engine", None) and outcome.error is None:
-                self.outcomes[member] = replace(outcome, error=str(error))
+                self.outcomes[member] = replace(outcome, error=what_was_said(error))
         error.outcomes = tuple(self.outcomes.values())
         for outcome in error.outcomes:
             if outcome.error is not None and outcome.error not in str(error):

@@ -20,6 +20,11 @@ class AsyncSyncError(Exception):
     """Base of every error that asyncsync raises on purpose."""
 
 
+def what_was_said(error: Exception | str) -> str:
+    """An error's text; of one that ended an update, without where that was."""
+    return error.said if isinstance(error, WeightUpdateError) else str(error)
+
+
 class PlanError(AsyncSyncError, ValueError):
     """The weights do not fit: names, shapes or dtypes that differ, or tensors that cannot be sent.
 

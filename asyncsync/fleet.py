@@ -12,7 +12,15 @@ import anyio
 from asyncsync import cluster
 from asyncsync.buckets import list_names
 from asyncsync.engines.base import EngineReceipt, RolloutEngine
-from asyncsync.errors import ConnectError, EngineError, EngineErrorGroup, OutOfStepError, PlanError, TransferError
+from asyncsync.errors import (
+    ConnectError,
+    EngineError,
+    EngineErrorGroup,
+    OutOfStepError,
+    PlanError,
+    TransferError,
+    what_was_said,
+)
 from asyncsync.fanout import beside, end, is_ours, settle
 from asyncsync.messages import EngineStatus, Policy
 from asyncsync.report import EngineOutcome, EngineState
@@ -198,7 +206,7 @@ class Fleet:
         """
 
         def outcome(member: Member) -> EngineOutcome:
-            error = str(failed[member]) if member in failed else None
+            error = what_was_said(failed[member]) if member in failed else None
             if error is not None and (member.is_lost or member.gone is not None):
                 return EngineOutcome(engine=member.name, state=EngineState.LOST, error=error)
             version = member.weight_version

@@ -22,6 +22,7 @@ from asyncsync.errors import (
     TrainerError,
     WeightUpdateError,
     WeightUpdateTimeoutError,
+    what_was_said,
 )
 from asyncsync.fanout import end
 from asyncsync.fleet import PATIENCE, Fleet, Member, group_errors
@@ -101,10 +102,10 @@ class Losses:
     def note(self, member: Member, result: EngineStatus | Exception) -> None:
         """Keep what an engine said when it was told that it is behind."""
         if isinstance(result, Exception):
-            state, error = EngineState.LOST, str(self.errors[member])
+            state, error = EngineState.LOST, what_was_said(self.errors[member])
             member.is_lost = True
         else:
-            state, error = EngineState.TAINTED, result.tainted or str(self.errors[member])
+            state, error = EngineState.TAINTED, result.tainted or what_was_said(self.errors[member])
         self._outcomes[member] = EngineOutcome(engine=member.name, state=state, error=error)
 
     def merge(self, outcomes: Iterable[EngineOutcome]) -> tuple[EngineOutcome, ...]:

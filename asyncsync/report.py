@@ -114,6 +114,7 @@ class SynchronizerStatistics:
         updates: How many versions were published.
         failed: How many updates ended with an error; those that reached some of the engines count as published, too.
         cancelled: How many were cancelled.
+        dropped: How many engines were let go because they failed (``on_engine_failure="drop"``).
         attempts: How many attempts that took: more than updates if some were done again without engines that failed.
         bytes: Bytes of the tensors that were sent in those that were published, once for all engines.
         seconds: Seconds by phase, over all updates.
@@ -128,6 +129,7 @@ class SynchronizerStatistics:
     updates: int
     failed: int
     cancelled: int
+    dropped: int
     attempts: int
     bytes: int
     seconds: Mapping[str, float] = field(hash=False)

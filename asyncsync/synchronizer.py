@@ -237,6 +237,7 @@ class WeightSynchronizer:
             updates=tally.updates,
             failed=tally.failed,
             cancelled=tally.cancelled,
+            dropped=tally.dropped,
             attempts=tally.attempts,
             bytes=tally.bytes,
             seconds=dict(tally.seconds),
@@ -554,7 +555,7 @@ class WeightSynchronizer:
                     leavings += 1
                     _log.warning("once more without those who left meanwhile: %s", error)
                 elif clock.remaining > 0.0 and losses.leave_some(fleet):
-                    _log.warning("once more without those who failed: %s", error)
+                    _log.warning("once more without those who failed: %r: %s", losses, error)
                 else:
                     ended = losses.explain(error, fleet)
                     if ended is error:
@@ -572,6 +573,7 @@ class WeightSynchronizer:
         for member in losses.errors:
             _log.warning("%s was let go: %s", member.name, losses.errors[member])
             self._membership.discard(member)
+            self._tally.dropped += 1
             if member.is_lost:
                 member.expel()
         return replace(update, outcomes=losses.merge(update.outcomes))

@@ -27,6 +27,7 @@ class Tally:
         updates: How many versions were published.
         failed: How many updates ended with an error.
         cancelled: How many were cancelled.
+        dropped: How many engines were let go because they failed.
         attempts: How many attempts it took.
         bytes: Bytes of the tensors that were sent in those that were published.
         seconds: Seconds by phase, over all updates.
@@ -38,6 +39,7 @@ class Tally:
         self.updates = 0
         self.failed = 0
         self.cancelled = 0
+        self.dropped = 0
         self.attempts = 0
         self.bytes = 0
         self.seconds: dict[str, float] = {}

@@ -190,6 +190,7 @@ async def test_dropped_it_is_reported_and_removed(step: str, staged: bool) -> No
         update = await synchronizer.update_weights()
         assert [outcome.state for outcome in update.outcomes] == [EngineState.UPDATED, EngineState.TAINTED]
         assert "1/2 engines" in str(update)
+        assert synchronizer.statistics().dropped == 1
         assert holds(engines[0], trainer)
         assert await is_barred(engines[1])
         calls = len(engines[1].calls)
