@@ -339,6 +339,9 @@ class WeightSynchronizer:
         this layout: so a synchronizer takes over from one whose process is gone. The weights are then those that the
         engines hold, not the trainer's.
 
+        An engine that fails is gone without, as in an update (``on_engine_failure``): the error is raised when the
+        others are connected and brought up.
+
         Raises:
             PlanError: The weights cannot be sent, or do not fit an engine.
             ConnectError: A group could not be set up; nothing is left half-open.
@@ -347,11 +350,10 @@ class WeightSynchronizer:
             MembershipError: There are no engines, or the function that was given for them failed.
         """
         self._check_not_reading("connect")
+        losses = Losses()
         async with self._turn() as clock:
             async with self._trainer_ready(clock):
-                fleet = await self._reconcile(clock)
-                self._connection.forget()
-                _, statuses = await self._agree(clock, fleet)
+                fleet, statuses = await self._connected(clock, losses)
             if self._version is None:
                 self._take_over(statuses.values())
             for member, status in statuses.items():
@@ -360,6 +362,21 @@ class WeightSynchronizer:
                     member.weight_version = self._version if ready else None
         for member in fleet.members:
             await self._bring_up(member, wait=False)
+        if losses.errors:
+            if self._on_engine_failure != "drop":
+                raise self._told(losses.error())
+            self._drop(losses)
+
+    async def _connected(self, clock: UpdateClock, losses: Losses) -> tuple[Fleet, Mapping[Member, EngineStatus]]:
+        """Connect all engines, or those that do not fail."""
+        while True:
+            fleet = (await self._reconcile(clock)).without(losses.errors)
+            self._connection.forget()
+            try:
+                return fleet, (await self._agree(clock, fleet, losses))[1]
+            except WeightUpdateError as error:
+                if clock.remaining == 0.0 or not losses.leave_some(fleet):
+                    raise losses.explain(error, fleet) from error.__cause__
 
     async def add_engine(self, engine: Any) -> None:
         """Have an engine join; returns once it holds the published version, and may be given rollouts.
@@ -570,13 +587,16 @@ class WeightSynchronizer:
         losses.forget([member for member in losses.errors if member not in self._membership])
         if losses.errors and self._on_engine_failure != "drop":
             raise losses.error(update)
-        for member in losses.errors:
-            _log.warning("%s was let go: %s", member.name, losses.errors[member])
+        self._drop(losses)
+        return replace(update, outcomes=losses.merge(update.outcomes))
+
+    def _drop(self, losses: Losses) -> None:
+        for member, error in losses.errors.items():
+            _log.warning("%s was let go: %s", member.name, error)
             self._membership.discard(member)
             self._tally.dropped += 1
             if member.is_lost:
                 member.expel()
-        return replace(update, outcomes=losses.merge(update.outcomes))
 
     def _interrupt_catching_up(self) -> None:
         if self._catching_up is not None:
@@ -723,7 +743,7 @@ class WeightSynchronizer:
         return gone
 
     async def _agree(
-        self, clock: UpdateClock, fleet: Fleet, losses: Losses | None = None
+        self, clock: UpdateClock, fleet: Fleet, losses: Losses
     ) -> tuple[Orders, Mapping[Member, EngineStatus]]:
         try:
             return await self._connection.agree(clock, fleet, base_epoch=self._base_epoch, version=self._version or 0)
@@ -737,7 +757,7 @@ class WeightSynchronizer:
                 for member in (found := blamed(error, fleet, gone)):
                     member.is_lost |= isinstance(error, WeightUpdateTimeoutError) and error.phase == "describe"
                 error.outcomes = error.outcomes or fleet.outcomes({**gone, **found})
-                if losses is not None and self._on_engine_failure != "abort":
+                if self._on_engine_failure != "abort":
                     losses.blame_before(error, fleet, gone)
                 self._readers.end([member for member in fleet.members if member.is_lost])
             raise

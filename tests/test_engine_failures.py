@@ -472,6 +472,30 @@ async def test_an_error_tells_of_those_lost_before_though_the_engines_cannot_be_
         assert next(asked) == 3, "asked before each attempt, and once after the failure"
 
 
+@pytest.mark.parametrize("on_failure", ["raise", "drop", "abort"])
+async def test_who_takes_over_beside_a_dead_engine_finds_the_version_of_the_others(on_failure: Any) -> None:
+    trainer, engines = zoo(1), [ToldEngine(zoo(2)), ToldEngine(zoo(3)), ToldEngine(zoo(4))]
+    async with WeightSynchronizer(trainer, engines) as before:
+        await before.update_weights()
+    engines[1].before["describe_engine"] = failing(OSError("gone"))
+    async with WeightSynchronizer(zoo(5), engines, on_engine_failure=on_failure) as synchronizer:
+        if on_failure == "drop":
+            await synchronizer.connect()
+            assert "ToldEngine-1" not in repr(synchronizer)
+        else:
+            with pytest.raises(EngineError, match="ToldEngine-1 failed: OSError: gone"):
+                await synchronizer.connect()
+        if on_failure == "abort":
+            assert synchronizer.weight_version is None
+            await synchronizer.connect()  # it answers again
+            assert synchronizer.ready_engines == tuple(engines)
+        else:
+            assert synchronizer.weight_version == 1
+            assert synchronizer.ready_engines == (engines[0], engines[2])
+            async with synchronizer.generation(engines[2]) as version:
+                assert version == 1
+
+
 async def test_who_takes_over_does_not_take_weights_for_whole_that_nobody_finished() -> None:
     trainer, engines = zoo(1), [ToldEngine(zoo(2), staged=False), ToldEngine(zoo(3), staged=False)]
     async with WeightSynchronizer(trainer, engines) as gone, WeightSynchronizer(zoo(4), engines) as other:
