@@ -4,14 +4,16 @@
 and one in place, each of three engines and a fourth that joins and leaves; the trainers are in this process. Every
 engine's weights are read all the time, inside ``generation(engine)``. Update after update, as a seed has it, engines
 raise, exit, are killed, are stopped (and go on later), are late, do not answer or receive a wrong bit, at some step or
-at any moment; the caller cancels; a new synchronizer takes over. After one or two such updates the engines are healed,
-and one more must reach all of them.
+at any moment; the trainer raises; the caller cancels; a new synchronizer takes over. After one or two such updates the
+engines are healed, and one more must reach all of them.
 
 Each of these is a *violation*:
 
 * a reader met bytes that are no published version, an older version than it was given, or an unexpected error;
 * an update ended later than its deadline and :data:`SLACK`;
 * a version was published that an engine without a fault lacks, or does not serve;
+* one engine had a fault, and the others did not get the update in the same call (but for a hang while all join a group:
+  there they wait for each other);
 * the update after healing failed, or did not reach every engine;
 * something is left in the end: tasks or threads of the library, shared memory; or file descriptors, threads and memory
   have grown since a quarter of the time, of this process or of the first engine of a fleet (which is never killed).
@@ -188,13 +190,20 @@ class Soak:
         self._joining: asyncio.Task[None] | None = None
         self._armed: dict[int, list[Trouble]] = {}  # since they were healed last
         self._took = 0.1
+        self._trainer_raises = False
         self._synchronizer = self._new_synchronizer(None)
 
     def _new_synchronizer(self, version: int | None) -> WeightSynchronizer:
         engines = [self._engines[number] for number in self._members]
         return WeightSynchronizer(
-            self._weights, engines, initial_version=version, bucket_size=BUCKET, timeout=self._timeout
+            self._state, engines, initial_version=version, bucket_size=BUCKET, timeout=self._timeout
         )
+
+    def _state(self) -> dict[str, torch.Tensor]:
+        """What the trainer gives."""
+        if self._trainer_raises:
+            raise OSError("the optimizer's state is gone")
+        return self._weights
 
     async def begin(self) -> None:
         """Have the engines start, and bring them their first weights."""
@@ -328,6 +337,9 @@ class Soak:
             else:
                 meanwhile.append(partial(self._strike, trouble, choose.uniform(0, 1.2 * self._took)))
         what = [str(trouble) for trouble in troubles]
+        self._trainer_raises = not troubles and choose.random() < 0.3
+        if self._trainer_raises:
+            what.append("the trainer raises")
         if choose.random() < (0.2 if troubles else 0.6):
             longest = choose.choice((self._took, self._timeout)) if troubles else self._took
             meanwhile.append(partial(self._cancel, choose.uniform(0, longest)))
@@ -346,10 +358,17 @@ class Soak:
         result = await self._update(said, *meanwhile)
         published = self._synchronizer.weight_version != before
         cancelled = isinstance(result, asyncio.CancelledError)
+        if self._trainer_raises:
+            self._trainer_raises = False
+            self._findings.faults["the trainer raises"] += 1
+            if published:
+                self._violated(f"{said}: a version was published")
         self._findings.faults["the caller cancels"] += cancelled
         if not published and not cancelled:
             self._findings.for_all += 1
             print(f"{self._name}: {said}: nobody was updated: {result}", file=sys.stderr)
+            if len(troubles) == 1 and len(what) == 1 and not repeated and not _hangs_in_join(troubles[0]):
+                self._violated(f"{said}: the others were not updated in the same call: {result}")
         # Who is cut off in the middle may leave engines behind; and in place, bytes may have arrived.
         whole = (published and not cancelled) or (self._staged and not published and not repeated)
         for number in self._members:
@@ -461,6 +480,11 @@ class Soak:
 
     def _violated(self, message: str) -> None:
         self._findings.violated(f"{self._name}: {message}")
+
+
+def _hangs_in_join(trouble: Trouble) -> bool:
+    """There all wait for each other, and whose failure it is cannot be told."""
+    return (trouble.step, trouble.kind) == ("join_group", "does not answer")
 
 
 async def measure(minutes: float, seed: int, timeout: float = TIMEOUT) -> dict[str, Any]:
