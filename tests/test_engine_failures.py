@@ -382,6 +382,20 @@ async def test_other_ways_to_take_a_failure_are_refused(value: Any) -> None:
 
 
 @pytest.mark.exhaustive
+async def test_a_joiner_gets_the_version_from_another_engine_if_the_first_is_frozen() -> None:
+    trainer, frozen, joiner = zoo(1), Frozen(zoo(2)), ToldEngine(zoo(4))
+    async with WeightSynchronizer(trainer, [frozen, ToldEngine(zoo(3))], timeout=60) as synchronizer:
+        await synchronizer.update_weights()
+        synchronizer._timeout = 12.0
+        frozen.freeze_at("give_weights")
+        async with asyncio.timeout(30):  # of which the frozen one costs some
+            await synchronizer.add_engine(joiner)
+        assert holds(joiner, trainer)
+        assert joiner in synchronizer.ready_engines
+        frozen.thawed.set()
+
+
+@pytest.mark.exhaustive
 async def test_a_version_of_the_same_number_that_was_never_published_is_barred() -> None:
     trainer, frozen = zoo(1), Frozen(zoo(2))
     engines = [ToldEngine(zoo(3)), frozen]
