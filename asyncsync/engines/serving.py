@@ -186,6 +186,7 @@ class ServedModule:
             giving.set()
         await self.receiver.abort()
         self.record.compare(epoch, published, all_names(self._plan))
+        self._expect_no_end()
         return await self.describe_engine()
 
     async def resume_generation(self, epoch: int) -> None:
@@ -222,6 +223,12 @@ class ServedModule:
 
     # -- what it does itself --------------------------------------------------------------------------------------
 
+    def _expect_no_end(self) -> None:
+        """Nothing is left of an update that somebody would have to end."""
+        if self._expiry is not None and self.receiver.session is None and self._paused_for is None:
+            self._expiry.cancel()
+            self._expiry = None
+
     def _expect_end(self, order: UpdateOrder) -> None:
         """Have an update be over when its lease is, should nobody say what becomes of it."""
         if self._expiry is not None:
@@ -257,6 +264,7 @@ class ServedModule:
         if epoch == self.record.epoch:  # else a newer update has paused it meanwhile
             self._paused_for, self._switching = None, False
             self.generations.resume()
+        self._expect_no_end()
 
     def _commit(self, session: Session) -> None:
         names = all_names(session.plan)
