@@ -84,6 +84,9 @@ descriptors and threads, of which Ray keeps some for each process that it talks 
 SETTLED = 2.0
 """Minutes from which on growth counts: before, processes are still warming up."""
 
+ASIDE = ("asyncsync-join", "asyncsync-drop-group")
+"""Threads that end by themselves: an operation that was left behind has a timeout."""
+
 FLEETS = {"staged": True, "in place": False}
 STEPS = ("describe_engine", "open_group", "join_group", "receive_weights", "finish_weight_update")
 IN_PLACE_STEPS = ("pause_generation", "resume_generation")
@@ -238,6 +241,7 @@ class Soak:
         await asyncio.gather(*(cluster.kill_actor(engine) for engine in self._engines))
 
     async def _note_vitals(self, when: str) -> None:
+        await _all_ended_aside()
         gc.collect()
         self._findings.note_vitals("driver", when, vitals())
         self._findings.note_vitals(f"{self._name} engine", when, await self._engines[0].vitals.remote())
@@ -487,6 +491,13 @@ def _hangs_in_join(trouble: Trouble) -> bool:
     return (trouble.step, trouble.kind) == ("join_group", "does not answer")
 
 
+async def _all_ended_aside() -> None:
+    """Return once groups that were left in the middle are gone, which keep threads and descriptors until then."""
+    deadline = time.monotonic() + PATIENCE
+    while any(thread.name in ASIDE for thread in threading.enumerate()) and time.monotonic() < deadline:
+        await asyncio.sleep(0.1)
+
+
 async def measure(minutes: float, seed: int, timeout: float = TIMEOUT) -> dict[str, Any]:
     """Run it.
 
@@ -496,7 +507,7 @@ async def measure(minutes: float, seed: int, timeout: float = TIMEOUT) -> dict[s
         timeout: Seconds for an update.
     """
     torch.set_num_threads(1)
-    findings = Findings()
+    findings, before = Findings(), set(os.listdir("/dev/shm"))
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(lambda _, context: findings.violated(f"left to the loop: {context}"))
     soaks = [
@@ -512,7 +523,7 @@ async def measure(minutes: float, seed: int, timeout: float = TIMEOUT) -> dict[s
     finally:
         await asyncio.gather(*(soak.close() for soak in soaks))
     await asyncio.sleep(1)  # what was cancelled ends
-    find_leaks(findings, {os.getpid(), *(pid for soak in soaks for pid in soak.pids)})
+    find_leaks(findings, {os.getpid(), *(pid for soak in soaks for pid in soak.pids)}, before)
     if minutes >= SETTLED:
         find_growth(findings)
     return {
@@ -538,16 +549,18 @@ async def measure(minutes: float, seed: int, timeout: float = TIMEOUT) -> dict[s
     }
 
 
-def find_leaks(findings: Findings, pids: set[int]) -> None:
+def find_leaks(findings: Findings, pids: set[int], before: set[str]) -> None:
     """Note what is left after all was closed.
 
     Args:
         findings: Where to note it.
         pids: This process, and all that engines have had.
+        before: What shared memory there was before.
     """
     tasks = [task.get_name() for task in asyncio.all_tasks() if task is not asyncio.current_task()]
     threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("asyncsync")]
-    shared = [name for name in os.listdir("/dev/shm") if pids & {int(number) for number in re.findall(r"\d+", name)}]
+    new = set(os.listdir("/dev/shm")) - before
+    shared = [name for name in new if pids & {int(number) for number in re.findall(r"\d+", name)}]
     for kind, left in {"tasks": tasks, "threads": threads, "shared memory": shared}.items():
         if left:
             findings.violated(f"left in the end: {kind}: {', '.join(left)}")
