@@ -231,6 +231,7 @@ class Soak:
                 if not looked and time.monotonic() >= quarter:
                     looked = True
                     await self._note_vitals("quarter")
+            await _all_ended_aside()
             await self._note_vitals("end")
 
     async def close(self) -> None:
@@ -241,7 +242,6 @@ class Soak:
         await asyncio.gather(*(cluster.kill_actor(engine) for engine in self._engines))
 
     async def _note_vitals(self, when: str) -> None:
-        await _all_ended_aside()
         gc.collect()
         self._findings.note_vitals("driver", when, vitals())
         self._findings.note_vitals(f"{self._name} engine", when, await self._engines[0].vitals.remote())
@@ -494,7 +494,9 @@ def _hangs_in_join(trouble: Trouble) -> bool:
 async def _all_ended_aside() -> None:
     """Return once groups that were left in the middle are gone, which keep threads and descriptors until then."""
     deadline = time.monotonic() + PATIENCE
-    while any(thread.name in ASIDE for thread in threading.enumerate()) and time.monotonic() < deadline:
+    while time.monotonic() < deadline:
+        if not any(thread.name in ASIDE for thread in threading.enumerate()):
+            return
         await asyncio.sleep(0.1)
 
 
