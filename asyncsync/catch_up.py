@@ -87,9 +87,11 @@ async def catch_up(
                 continue
             share = timeout / 2  # if it hangs, there is time for another
             try:
-                async with asyncio.timeout(share):
+                async with asyncio.timeout(share) as limit:
                     await _give(giver, giving, joiner, status, published, connection, policy, share)
             except TimeoutError as error:
+                if not limit.expired():
+                    raise
                 late = f"{giver.name} did not give its weights to {joiner.name} within {share:.3g} s"
                 raise WeightUpdateTimeoutError(late) from error
         except WeightUpdateError as error:
