@@ -66,6 +66,7 @@ async def test_every_kind_of_tensor_from_a_trainer_actor_to_two_engine_actors(ac
         await actors.trainer.change.remote(["weight"])
 
 
+@pytest.mark.exhaustive
 async def test_twenty_thousand_tiny_tensors_and_a_tensor_three_times_the_bucket(actors: Actors) -> None:
     await actors.hold(partial(Flat, 20_000, (3,), fill=2.0), partial(Flat, 20_000, (3,)))
     async with WeightSynchronizer(actors.trainer, actors.engines) as synchronizer:

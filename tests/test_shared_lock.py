@@ -721,6 +721,7 @@ async def test_a_cancelled_or_late_waiter_leaves_the_queue(shared_lock: SharedRo
         pass
 
 
+@pytest.mark.exhaustive
 @pytest.mark.ray
 async def test_a_named_server_that_is_found_killed_and_made_anew(ray_cluster: None) -> None:
     lock = await SharedRolloutLock.create("weights", lease_ttl=TTL)

@@ -88,6 +88,7 @@ async def test_a_thread_that_waits_keeps_nothing_of_its_last_job() -> None:
     worker.close()
 
 
+@pytest.mark.exhaustive
 async def test_a_job_that_never_ends_does_not_hold_the_program() -> None:
     program = (
         "import threading; from asyncsync.threads import WorkerThread;"

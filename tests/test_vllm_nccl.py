@@ -41,6 +41,7 @@ class NCCLSubject(FakeVLLMSubject):
     tells_shapes = False  # nor dtypes
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("ranks", "prefix_caching"), [(1, True), (2, False)], ids=["prefixes", "two ranks"])
 @pytest.mark.parametrize("check", [check for check in CHECKS if check not in CANNOT])
 @pytest.mark.asyncio
@@ -160,6 +161,7 @@ async def test_whatever_call_fails_the_engine_is_whole_or_tainted_and_the_next_u
         assert await serves(llm, model)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("failing", ["load", "load 0", "load 1", "load 2"])
 @pytest.mark.asyncio
 async def test_of_several_workers_that_have_failed_nothing_is_believed_until_a_restart(
