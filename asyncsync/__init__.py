@@ -42,6 +42,8 @@ from asyncsync.errors import (
 )
 from asyncsync.guard import memory_saver_guard
 from asyncsync.lock import RolloutLock
+from asyncsync.masters import MasterWeights
+from asyncsync.memory_saver.status import MemorySaverStatus, memory_saver_status
 from asyncsync.messages import Contacts, EngineStatus, Layout, Policy, Rendezvous, UpdateOrder
 from asyncsync.report import EngineOutcome, EngineState, EngineStatistics, SynchronizerStatistics, WeightUpdate
 from asyncsync.shared_lock import SharedRolloutLock
@@ -91,8 +93,10 @@ __all__ = [
     "LinkLostError",
     "LockError",
     "LockTimeoutError",
+    "MasterWeights",
     "MembershipError",
     "MemorySaverError",
+    "MemorySaverStatus",
     "ModuleEngine",
     "NotReadyError",
     "OutOfStepError",
@@ -119,5 +123,6 @@ __all__ = [
     "WeightUpdateTimeoutError",
     "WeightVersionSpan",
     "memory_saver_guard",
+    "memory_saver_status",
     "remote",
 ]

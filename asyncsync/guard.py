@@ -3,20 +3,27 @@
 torch_memory_saver keeps its on/off flag, and torch its ``use_mem_pool``, *per thread*. A ``disable()`` held across an
 ``await`` on the loop's thread would switch tracking off for every other coroutine, would not cover worker threads, and
 breaks as soon as two coroutines overlap (R9). So the flag is changed on one dedicated thread and nowhere else, and all
-guarded work is sent there. This module is the only door to ``torch_memory_saver``.
+guarded work is sent there.
+
+Guards on one thread share one *section*: the first to enter enters ``disable()``, and the last to leave leaves it, in
+whatever order they go. Whether there is anything to enter, the thread itself is asked: its flag is all that counts.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import partial
 from types import TracebackType
 from typing import Self, TypeVar, TypeVarTuple
 
-from asyncsync.errors import MemorySaverError
+import torch
+
+from asyncsync.errors import ClosedError, MemorySaverError
+from asyncsync.memory_saver import door
+from asyncsync.memory_saver.status import memory_saver_status
 from asyncsync.shield import shielded
 from asyncsync.threads import WorkerThread
 
@@ -26,46 +33,68 @@ Ts = TypeVarTuple("Ts")
 CLEANUP_TIMEOUT = 30.0
 """Seconds that leaving a guard, or a call cancelled inside it, may take before its thread is given up."""
 
-_here = threading.local()  # how deep the guards on this thread are nested, as the saver's flag is per thread too
+Disable = Callable[[], AbstractContextManager[None]]
 
 
-def saver_is_active() -> bool:
-    """Whether torch_memory_saver tracks this process's allocations: preloaded, and on for new threads."""
-    preloaded = "torch_memory_saver" in os.environ.get("LD_PRELOAD", "")
-    return preloaded and os.environ.get("TMS_INIT_ENABLE", "0") not in ("", "0")
+class _Section(threading.local):
+    """A thread's section: how many guards are in it, and what is left when the last one goes."""
+
+    guards = 0
+    context: AbstractContextManager[None] | None = None
+
+    def enter(self, disable: Disable) -> None:
+        if self.guards == 0:
+            context = disable()
+            context.__enter__()
+            self.context = context
+        self.guards += 1
+
+    def leave(self) -> None:
+        self.guards -= 1
+        if self.guards == 0 and self.context is not None:
+            context, self.context = self.context, None
+            context.__exit__(None, None, None)
 
 
-def _disable() -> AbstractContextManager[None]:
-    from torch_memory_saver import torch_memory_saver
+_section = _Section()
 
-    context: AbstractContextManager[None] = torch_memory_saver.disable()
-    return context
+
+def _untracked() -> AbstractContextManager[None]:
+    """The saver's ``disable()``, if it tracks the thread that asks."""
+    return door.disable() if door.is_tracked_here() else nullcontext()
 
 
 class MemorySaverGuard:
-    """See :func:`memory_saver_guard`, which makes it."""
+    """See :func:`memory_saver_guard`, which makes it.
+
+    Attributes:
+        active: Whether entering it goes to its thread, since the saver may track that.
+    """
 
     def __init__(
-        self,
-        *,
-        offload: bool | None,
-        thread: WorkerThread | None,
-        disable: Callable[[], AbstractContextManager[None]] | None,
+        self, *, offload: bool | None, thread: WorkerThread | None, device: int | None, disable: Disable | None
     ) -> None:
-        self.active = offload is not False and (disable is not None or saver_is_active())
+        self.active = offload is not False and (disable is not None or door.hook() is not None)
         self._own_thread = thread is None
         self._thread = thread or WorkerThread("asyncsync-guard")
-        self._disable = disable or _disable
-        self._context: AbstractContextManager[None] | None = None
+        self._device = device
+        self._disable = disable or _untracked
         self._entered = False
 
     async def __aenter__(self) -> Self:
         if self.active:
             try:
-                await self._thread.run(self._enter)
+                await self._thread.run(self._enter, self._current_device())
             except asyncio.CancelledError:
                 self._thread.submit(self._leave)  # queued behind whatever the entry came to
+                self._end_own_thread()
                 raise
+            except Exception as error:
+                self._end_own_thread()
+                raise MemorySaverError(
+                    f"the memory-saver guard could not be entered: {type(error).__name__}: {error} "
+                    f"({memory_saver_status()})"
+                ) from error
         return self
 
     async def __aexit__(
@@ -82,11 +111,10 @@ class MemorySaverGuard:
                 raise MemorySaverError("leaving the memory-saver guard failed; its thread is given up") from failure
             error.add_note(f"leaving the memory-saver guard failed too: {failure!r}")
         finally:
-            if self._own_thread:
-                self._thread.close()
+            self._end_own_thread()
 
     async def run(self, function: Callable[[*Ts], T], *args: *Ts, on_cancel: Callable[[], object] | None = None) -> T:
-        """Run blocking work on the guard's thread, in order.
+        """Run blocking work on the guard's thread, in order, with the caller's context variables and CUDA device.
 
         Cancelled, it waits until the running call has returned (at most :data:`CLEANUP_TIMEOUT` seconds), so that the
         guard is never left while guarded work goes on.
@@ -96,41 +124,49 @@ class MemorySaverGuard:
             args: Its arguments.
             on_cancel: Called when the wait is cancelled, to make a call that can be stopped return sooner.
         """
-        future = self._thread.submit(function, *args)
+        future = self._thread.submit(_on_device, self._current_device(), partial(function, *args))
         try:
             return await asyncio.wrap_future(future)
         except asyncio.CancelledError:
             if on_cancel is not None:
                 on_cancel()
             if not future.cancel() and not future.done():
-                with suppress(TimeoutError):
+                with suppress(TimeoutError, ClosedError):
                     await shielded(self._thread.run(lambda: None), CLEANUP_TIMEOUT)
             raise
 
-    def _enter(self) -> None:
-        depth = getattr(_here, "depth", 0)
-        if depth == 0:
-            context = self._disable()
-            context.__enter__()
-            self._context = context
-        _here.depth = depth + 1
+    def _current_device(self) -> int | None:
+        if self._device is not None or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            return self._device
+        return torch.cuda.current_device()
+
+    def _end_own_thread(self) -> None:
+        if self._own_thread:
+            self._thread.close()
+
+    def _enter(self, device: int | None) -> None:
+        # Before disable(): the memory pool that it makes is the current device's.
+        _on_device(device, partial(_section.enter, self._disable))
         self._entered = True
 
     def _leave(self) -> None:
-        if not self._entered:
-            return
-        self._entered = False
-        _here.depth -= 1
-        if self._context is not None:
-            context, self._context = self._context, None
-            context.__exit__(None, None, None)
+        if self._entered:
+            self._entered = False
+            _section.leave()
+
+
+def _on_device(device: int | None, function: Callable[[], T]) -> T:
+    if device is not None and torch.cuda.current_device() != device:
+        torch.cuda.set_device(device)  # not back again: the thread is ours, and each job says which it wants
+    return function()
 
 
 def memory_saver_guard(
     *,
     offload: bool | None = None,
     thread: WorkerThread | None = None,
-    disable: Callable[[], AbstractContextManager[None]] | None = None,
+    device: int | None = None,
+    disable: Disable | None = None,
 ) -> MemorySaverGuard:
     """Keep torch_memory_saver from tracking what guarded work allocates.
 
@@ -138,15 +174,19 @@ def memory_saver_guard(
         >>> async with memory_saver_guard() as guarded:
         ...     group = await guarded.run(create_process_group)
 
-    Entering and leaving wait; without an active saver they do nothing, and no thread is started until work is given.
+    Entering and leaving wait. Where the saver's preload library is not loaded they do nothing, and no thread is started
+    until work is given; :func:`asyncsync.memory_saver_status` tells which case holds. Guards with threads of their own
+    are independent of each other. Threads that guarded work starts itself are not covered: their flag is their own.
 
     Args:
-        offload: False: the trainer is not offloaded, never enter ``disable()``. True or None: enter it if
-            torch_memory_saver is active in this process (preloaded, with ``TMS_INIT_ENABLE=1``).
-        thread: The thread that owns the guard; guards on the same thread nest. None: one of the guard's own.
+        offload: False: the trainer is not offloaded, never enter ``disable()``. True or None: enter it where the saver
+            tracks the guard's thread.
+        thread: The thread that owns the guard; guards on the same thread share one section. None: one of its own.
+        device: The CUDA device that guarded work runs on; the caller's current one, if None and CUDA is in use.
         disable: What makes the context to enter; the saver's own ``disable()`` unless replaced.
 
     Raises:
-        MemorySaverError: Leaving ``disable()`` failed. The thread is given up: its flag is unknown.
+        MemorySaverError: ``disable()`` could not be entered, and the error says why; or leaving it failed, and the
+            thread is given up: its flag is unknown.
     """
-    return MemorySaverGuard(offload=offload, thread=thread, disable=disable)
+    return MemorySaverGuard(offload=offload, thread=thread, device=device, disable=disable)

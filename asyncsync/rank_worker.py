@@ -12,11 +12,12 @@ import logging
 import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import anyio
 import numpy as np
+import torch
 from torch import Tensor
 
 from asyncsync import cluster
@@ -25,8 +26,10 @@ from asyncsync.checksums import Witness
 from asyncsync.digests import Digests
 from asyncsync.errors import ConnectError, OutOfStepError, TransferError
 from asyncsync.gathering import CallGathering, ShardGathering, bring_shards, take_part
-from asyncsync.guard import MemorySaverGuard, memory_saver_guard
+from asyncsync.guard import MemorySaverGuard
+from asyncsync.memory_saver.host_copies import HostCopies
 from asyncsync.messages import Contacts, ReadOptions, Rendezvous, SendReceipt, TrainerStatus, UpdateOrder
+from asyncsync.sender_thread import SenderThread
 from asyncsync.sending import Filler, OwnTensors, Sender
 from asyncsync.shards import Holding, ShardPlan
 from asyncsync.shield import CLEANUP_TIMEOUT, shielded
@@ -63,10 +66,9 @@ class RankWorker:
         hooks: tuple[Callable[[], None], Callable[[], None]] | None = None,
     ) -> None:
         self._source = WeightSource(weights)
-        self._offload = offload
         self._hooks = hooks
         self._instance = uuid.uuid4().hex
-        self._sender_thread = WorkerThread("asyncsync-sender")
+        self._sender = SenderThread(offload=offload)
         self._hasher = WorkerThread("asyncsync-hasher")
         self._awake = False
         self._resting: set[asyncio.Future[None]] = set()
@@ -129,11 +131,11 @@ class RankWorker:
         if self._sending is not None:
             await self._sending.ended.wait()  # one that fails closes the groups that are told of here
         self._options = options
-        plan, snapshot = await self._sender.run(self._read, options)
+        plan, snapshot, _ = await self._sender.run_connecting(self._read, options)
         self._plan, self._gathers = plan, snapshot.gather is not None
         return TrainerStatus(
             instance=self._instance,
-            device=next((tensor.device.type for tensor in snapshot.tensors), "cpu"),
+            device=snapshot.device.type,
             connections=tuple(name for name, seat in self._engine_seats.items() if seat.connection == name),
             plan_digest=plan.digest,
             specs=None if plan.digest == known_digest else plan.specs,
@@ -144,10 +146,14 @@ class RankWorker:
             epoch=self._ended_epoch,
         )
 
-    def _read(self, options: ReadOptions) -> tuple[Plan, Snapshot]:
+    def _read(self, options: ReadOptions) -> tuple[Plan, Snapshot, HostCopies]:
         snapshot = self._source.read(name_map=options.name_map, dtype=options.dtype)
         plan = replan(self._plan, snapshot.specs, options.bucket_size, whole_tensors=options.whole_tensors)
-        return plan, snapshot
+        if snapshot.device.type == "cuda":
+            self._sender.device = snapshot.device.index
+            torch.cuda.set_device(snapshot.device)
+        names = [spec.name for spec in snapshot.specs] if snapshot.tensors else []
+        return plan, snapshot, HostCopies(names, snapshot.tensors)
 
     async def open_trainer_group(self, rendezvous: Rendezvous) -> Contacts:
         """See :class:`~asyncsync.trainer.Trainer`.
@@ -161,6 +167,7 @@ class RankWorker:
             seat = self._engine_seats.setdefault(rendezvous.connection, Seat(self._guard))
         else:
             seat = self._shard_seats.setdefault(rank, Seat(self._guard))
+        self._sender.opened(rendezvous.connection)
         return await seat.open(rendezvous, address=cluster.node_address())
 
     async def join_trainer_group(self, connection: str, contacts: Contacts) -> None:
@@ -180,6 +187,7 @@ class RankWorker:
             await seat.leave(connection)
         for name in [name for name, seat in self._engine_seats.items() if not seat.taken]:
             del self._engine_seats[name]
+        await self._sender.left(connection)
 
     async def share_holdings(self, rank: int, holdings: tuple[Holding | None, ...]) -> tuple[int, ...]:
         """See :class:`~asyncsync.trainer.Rank`.
@@ -189,7 +197,7 @@ class RankWorker:
         """
         self._rank, self._holdings, self._shared = rank, holdings, None
         plan = self._plan
-        self._shards = await self._sender.run(self._plan_shards, plan)
+        self._shards = await self._sender.worker.run(self._plan_shards, plan)
         self._shared = (plan.digest if plan else "", rank, len(holdings))
         return self._shards.bringers if self._shards else ()
 
@@ -237,7 +245,7 @@ class RankWorker:
 
     async def _run_or_give_up(self, timeout: float, function: Callable[..., T], *args: Any) -> T | None:
         """Run something on the sender thread; if that is stuck, in a gathering say, or in a hook, it is replaced."""
-        thread = self._sender
+        thread = self._sender.worker
         try:
             async with asyncio.timeout(timeout):
                 return await thread.run(function, *args)
@@ -253,7 +261,7 @@ class RankWorker:
 
     def _only_take_part(self) -> None:
         if self._options is not None:
-            plan, snapshot = self._read(self._options)
+            plan, snapshot, _ = self._read(self._options)
             if snapshot.gather is not None:
                 take_part(plan, snapshot.gather)
 
@@ -268,21 +276,26 @@ class RankWorker:
         self._sending = sending
         try:
             with sending.scope:
-                plan, snapshot = await self._sender.run(self._read, self._options)
-                self._check_in_step(order, plan, snapshot)
-                await self._leave_all_but(order.connections)
-                async with self._guard() as guarded:
+                async with self._sender.transferring() as guarded:
+                    plan, snapshot, copies = await self._sender.worker.run(self._read, self._options)
+                    self._check_in_step(order, plan, snapshot)
+                    await self._leave_all_but(order.connections)
+                    stop = threading.Event()
+                    witness = Witness(plan, order.checksums) if order.checksums else None
+                    given = replace(snapshot, tensors=copies.tensors)
+                    sending.quiet = False
                     try:
-                        stop = threading.Event()
-                        witness = Witness(plan, order.checksums) if order.checksums else None
                         digests = await guarded.run(
-                            self._send, order.epoch, links, plan, snapshot, stop, witness, on_cancel=stop.set
+                            self._send, order.epoch, links, plan, given, stop, witness, on_cancel=stop.set
                         )
+                        await guarded.run(copies.check_still_paused)
                     except BaseException:
                         left = await shielded(self._run_or_give_up(STUCK_TIMEOUT, self._break_off, links))
                         sending.quiet = left is True
                         raise
-                sending.quiet = True
+                    sending.quiet = True
+                    if guarded.active:
+                        await guarded.run(self._free_device_buffers)  # a trainer that is asleep keeps none
                 if digests is None:
                     return None
                 return await self._hasher.run(self._receipt, order, plan, digests, witness)
@@ -374,6 +387,10 @@ class RankWorker:
             checksums=witness.result() if witness else {},
         )
 
+    def _free_device_buffers(self) -> None:
+        self._bucket_sender.free_device_buffers()
+        self._messages = [message for message in self._messages if message.device.type == "cpu"]
+
     async def abort_send(self, epoch: int) -> None:
         """See :class:`~asyncsync.trainer.Trainer`."""
         self._ended_epoch = max(self._ended_epoch, epoch)
@@ -388,21 +405,15 @@ class RankWorker:
         self._sender.close()
         self._hasher.close()
 
-    @property
-    def _sender(self) -> WorkerThread:
-        if self._sender_thread.closed and not self._closed:
-            self._sender_thread = WorkerThread("asyncsync-sender")  # a guard gave the last one up
-        return self._sender_thread
-
     def _guard(self) -> MemorySaverGuard:
-        return memory_saver_guard(offload=self._offload, thread=self._sender)
+        return self._sender.guard()
 
 
 class _Sending:
     def __init__(self, epoch: int, scope: anyio.CancelScope) -> None:
         self.epoch = epoch
         self.scope = scope
-        self.quiet = False
+        self.quiet = True  # nothing touches the rank's buffers
         self.ended = asyncio.Event()
 
 

@@ -142,6 +142,10 @@ class Sender:
             wait_for_oldest()
         return digests.result()
 
+    def free_device_buffers(self) -> None:
+        """Keep no buffers that are not in host memory."""
+        self._buffers = [buffer for buffer in self._buffers if buffer.device.type == "cpu"]
+
     def forget(self) -> None:
         """Never use the buffers again: an operation that was abandoned may still read them."""
         self._buffers = []

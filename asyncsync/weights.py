@@ -18,11 +18,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from asyncsync.buckets import TensorSpec, list_names
 from asyncsync.errors import PlanError, TransferError
+from asyncsync.masters import MasterWeights, NamedTensors, Pair
 from asyncsync.messages import NameMap
 from asyncsync.shards import Block, Holding
 from asyncsync.transports.dtensor import Boxes, is_dtensor
-
-NamedTensors: TypeAlias = nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 
 
 @runtime_checkable
@@ -56,9 +55,9 @@ class GatheredWeights(Protocol):
         ...
 
 
-Weights: TypeAlias = NamedTensors | GatheredWeights | Callable[[], NamedTensors]
-"""What can be sent: a module, a state dict, pairs of name and tensor, a function that returns one of these, or what
-only the trainer's ranks together can put together."""
+Weights: TypeAlias = NamedTensors | GatheredWeights | MasterWeights | Callable[[], NamedTensors]
+"""What can be sent: a module, a state dict, pairs of name and tensor, a function that returns one of these, what only
+the trainer's ranks together can put together, or what is rebuilt from master weights."""
 
 _Found: TypeAlias = tuple[str, torch.dtype, torch.Size, object, Block | None]
 """A tensor as one reading found it: name, dtype, shape, what tells its memory, and which part of it lies here."""
@@ -80,14 +79,20 @@ class Snapshot:
     holding: Holding | None = None
     gather: Callable[[int], Tensor | None] | None = None
 
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are, whether or not their memory is there now."""
+        return self.tensors[0].device if self.tensors else torch.device("cpu")
+
 
 class WeightSource:
     """Reads weights anew for every update.
 
     Args:
         weights: A module (its parameters and persistent buffers), a state dict, pairs of name and tensor, a function
-            returning one of these, or :class:`GatheredWeights`. A list of pairs is read again at each update; a
-            one-shot iterator is read once, here, and the tensors it gave are kept. A function is called at each update.
+            returning one of these, :class:`GatheredWeights` or :class:`MasterWeights`. A list of pairs is read again at
+            each update; a one-shot iterator is read once, here, and the tensors it gave are kept. A function is called
+            at each update.
 
     Raises:
         TypeError: ``weights`` is none of these.
@@ -96,14 +101,14 @@ class WeightSource:
     def __init__(self, weights: Weights) -> None:
         self._last: _Reading | None = None
         self._last_gathered: _GatheredReading | None = None
-        if isinstance(weights, nn.Module | Mapping | GatheredWeights) or callable(weights):
+        if isinstance(weights, nn.Module | Mapping | GatheredWeights | MasterWeights) or callable(weights):
             self._weights: Weights = weights
         elif isinstance(weights, Iterable):
             self._weights = list(weights) if isinstance(weights, Iterator) else weights
         else:
             raise TypeError(
                 "weights must be a module, a state dict, an iterable of (name, tensor), a function that returns one of "
-                f"these, or GatheredWeights, not {type(weights).__name__}"
+                f"these, GatheredWeights or MasterWeights, not {type(weights).__name__}"
             )
 
     def read(self, *, name_map: NameMap | None = None, dtype: torch.dtype | None = None) -> Snapshot:
@@ -119,9 +124,9 @@ class WeightSource:
         """
         if isinstance(self._weights, GatheredWeights) and not isinstance(self._weights, nn.Module):
             return self._read_gathered(self._weights, name_map, dtype)
-        pairs = list(named_tensors(self._weights))
+        pairs = self._pairs()
         if name_map is not None:
-            pairs = [(mapped, tensor) for name, tensor in pairs if (mapped := _map(name_map, name)) is not None]
+            pairs = [pair._replace(name=name) for pair in pairs if (name := _map(name_map, pair.name)) is not None]
         with torch.no_grad():
             last = self._last
             tensors = last.reread(pairs) if last is not None and last.dtype == dtype else None
@@ -129,6 +134,11 @@ class WeightSource:
                 last, tensors = _read_anew(pairs, dtype)
         self._last = last
         return Snapshot(last.specs, tensors, last.holding)
+
+    def _pairs(self) -> list[Pair]:
+        if isinstance(self._weights, MasterWeights):
+            return list(self._weights.pair(named_tensors(self._weights.weights)))
+        return [Pair(name, tensor) for name, tensor in named_tensors(self._weights)]
 
     def _read_gathered(self, weights: GatheredWeights, name_map: NameMap | None, dtype: torch.dtype | None) -> Snapshot:
         described = [(name, held, tuple(shape)) for name, held, shape in weights.describe()]
@@ -213,7 +223,7 @@ class _Reading:
         holding = tuple(block for (*_, block), own in zip(layout, self.is_own, strict=True) if own)
         self.holding = None if all(block is None for block in holding) else holding
 
-    def reread(self, pairs: Sequence[tuple[str, Tensor]]) -> tuple[Tensor, ...] | None:
+    def reread(self, pairs: Sequence[Pair]) -> tuple[Tensor, ...] | None:
         """The tensors, detached, if they are where and what they were; else None.
 
         Goes through them one by one and keeps nothing of each but itself: a garbage collection would look through it.
@@ -221,22 +231,22 @@ class _Reading:
         if len(pairs) != len(self.layout):
             return None
         tensors, boxes = [], Boxes()
-        for (name, tensor), found, own in zip(pairs, self.layout, self.is_own, strict=True):
-            held = hold(name, tensor, boxes)
-            if reason_against(held.tensor) is not None or _find(name, held) != found:
+        for pair, found, own in zip(pairs, self.layout, self.is_own, strict=True):
+            held = _hold(pair, boxes)
+            if reason_against(held.tensor) is not None or _find(pair, held) != found:
                 return None
             if own:
                 tensors.append(held.tensor.detach())
         return tuple(tensors)
 
 
-def _read_anew(pairs: Sequence[tuple[str, Tensor]], dtype: torch.dtype | None) -> tuple[_Reading, tuple[Tensor, ...]]:
+def _read_anew(pairs: Sequence[Pair], dtype: torch.dtype | None) -> tuple[_Reading, tuple[Tensor, ...]]:
     boxes = Boxes()
-    held = [hold(name, tensor, boxes) for name, tensor in pairs]
-    _refuse_unsendable((name, one.tensor) for (name, _), one in zip(pairs, held, strict=True))
-    if odd := [name for name, _ in pairs if not isinstance(name, str)]:
+    held = [_hold(pair, boxes) for pair in pairs]
+    _refuse_unsendable((pair.name, one.tensor) for pair, one in zip(pairs, held, strict=True))
+    if odd := [pair.name for pair in pairs if not isinstance(pair.name, str)]:
         raise PlanError(f"names must be strings, not {', '.join(map(repr, odd[:8]))}")
-    reading = _Reading([_find(name, one) for (name, _), one in zip(pairs, held, strict=True)], dtype)
+    reading = _Reading([_find(pair, one) for pair, one in zip(pairs, held, strict=True)], dtype)
     return reading, tuple(one.tensor.detach() for one, own in zip(held, reading.is_own, strict=True) if own)
 
 
@@ -317,8 +327,15 @@ def hold(name: str, tensor: Tensor, boxes: Boxes) -> Held:
     return Held(local, tensor.shape, block, id(tensor))
 
 
-def _find(name: str, held: Held) -> _Found:
-    return name, held.tensor.dtype, held.shape, _identity(held), held.block
+def _hold(pair: Pair, boxes: Boxes) -> Held:
+    return hold(pair.name, pair.weight if pair.master is None else pair.master, boxes)
+
+
+def _find(pair: Pair, held: Held) -> _Found:
+    identity = _identity(held)
+    if pair.master is not None and identity is not None:
+        identity = identity, pair.weight.dtype  # a master that two weights share may be sent in two dtypes
+    return pair.name, pair.weight.dtype, held.shape, identity, held.block
 
 
 def _identity(held: Held) -> object:

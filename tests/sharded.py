@@ -175,7 +175,7 @@ class ShardedTrainer(Probe, asyncsync.TrainerRank):
 
     async def send_weights(self, order: UpdateOrder) -> SendReceipt | None:
         if self._stopped:
-            self._asyncsync._sender.submit(threading.Event().wait)
+            self._asyncsync._sender.worker.submit(threading.Event().wait)
         return await super().send_weights(order)
 
 

@@ -12,7 +12,7 @@ import anyio
 import pytest
 
 from asyncsync.errors import MemorySaverError
-from asyncsync.guard import memory_saver_guard, saver_is_active
+from asyncsync.guard import memory_saver_guard
 from asyncsync.threads import WorkerThread
 
 pytestmark = pytest.mark.asyncio
@@ -61,16 +61,12 @@ async def test_without_offload_it_enters_nothing_and_starts_no_thread() -> None:
     assert not guarded.active
 
 
-async def test_where_the_saver_is_not_preloaded_it_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("LD_PRELOAD", raising=False)
-    assert not saver_is_active()
+async def test_where_the_saver_is_not_loaded_it_does_nothing() -> None:
+    before = threading.active_count()
     async with memory_saver_guard(offload=True) as guarded:
         assert not guarded.active
+        assert threading.active_count() == before
         assert await guarded.run(lambda: 3) == 3
-    monkeypatch.setenv("LD_PRELOAD", "/x/torch_memory_saver_hook_mode_preload.abi3.so")
-    assert not saver_is_active()
-    monkeypatch.setenv("TMS_INIT_ENABLE", "1")
-    assert saver_is_active()
 
 
 async def test_guards_on_one_thread_nest_in_one_section() -> None:
@@ -79,6 +75,19 @@ async def test_guards_on_one_thread_nest_in_one_section() -> None:
         async with memory_saver_guard(disable=saver.disable, thread=thread) as inner:
             assert not await inner.run(lambda: saver.tracking)
         assert not await outer.run(lambda: saver.tracking)
+    assert saver.sections == 1
+    assert await thread.run(lambda: saver.tracking)
+    thread.close()
+
+
+async def test_guards_on_one_thread_overlap_in_any_order() -> None:
+    saver, thread = FakeSaver(), WorkerThread("shared")
+    first, second = (memory_saver_guard(disable=saver.disable, thread=thread) for _ in range(2))
+    await first.__aenter__()
+    await second.__aenter__()
+    await first.__aexit__(None, None, None)
+    assert not await second.run(lambda: saver.tracking), "the one that entered the section may leave first"
+    await second.__aexit__(None, None, None)
     assert saver.sections == 1
     assert await thread.run(lambda: saver.tracking)
     thread.close()

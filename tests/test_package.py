@@ -18,8 +18,11 @@ PACKAGE = Path(asyncsync.__file__).parent
 
 FLOORS = (
     {"errors", "report"},
-    {"shield", "threads", "digests", "buckets", "packing", "shards", "clock", "fanout", "coalesce", "lock", "guard"},
-    {"weights", "messages", "checksums", "cluster", "transports", "sending", "gathering"},
+    {
+        *("shield", "threads", "digests", "buckets", "packing", "shards", "clock", "fanout", "coalesce", "lock"),
+        *("masters", "memory_saver", "guard"),
+    },
+    {"weights", "messages", "checksums", "cluster", "transports", "sending", "sender_thread", "gathering"},
     {"engines", "rank_worker", "trainer", "trainer_group", "shared_lock"},
     {
         "fleet",
@@ -43,7 +46,7 @@ FLOORS = (
 
 DOORS = {
     "ray": {"cluster"},
-    "torch_memory_saver": {"guard"},
+    "torch_memory_saver": {"memory_saver"},
     "aiorwlock": {"lock"},
     "xxhash": {"digests"},
     "torch.distributed": {"transports"},

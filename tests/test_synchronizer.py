@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import ctypes
 import gc
 import itertools
 import os
@@ -390,8 +391,9 @@ class Sections:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.entered = 0
         self.fail = False
-        monkeypatch.setattr("asyncsync.guard._disable", self.disable)
-        monkeypatch.setattr("asyncsync.guard.saver_is_active", lambda: True)
+        monkeypatch.setattr("asyncsync.memory_saver.door.disable", self.disable)
+        monkeypatch.setattr("asyncsync.memory_saver.door.is_tracked_here", lambda: True)
+        monkeypatch.setattr("asyncsync.memory_saver.door.hook", lambda: ctypes.CDLL(None))
 
     @contextmanager
     def disable(self) -> Iterator[None]:

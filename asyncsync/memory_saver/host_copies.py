@@ -1,0 +1,126 @@
+"""Reading weights whose memory the saver has taken away: from its host copies."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from asyncsync.buckets import list_names
+from asyncsync.errors import MemorySaverError, PlanError
+from asyncsync.memory_saver import door
+from asyncsync.memory_saver.driver import is_mapped, may_be_paused
+from asyncsync.memory_saver.status import is_on
+
+_DEFAULT_POOL = (0, 0)
+
+
+class HostCopies:
+    """Tensors as they can be read now: those whose memory is paused, from the saver's host copies.
+
+    A host copy is no copy of ours: it is the saver's own memory, and goes when the tensor's memory is resumed.
+
+    Args:
+        names: What errors call the tensors.
+        tensors: Tensors of any device, whose memory may be paused. Make it on a thread that has their device set.
+
+    Raises:
+        PlanError: Memory is paused, and has no host copy; by name.
+        MemorySaverError: The driver did not say whether there is memory.
+
+    Attributes:
+        tensors: The same tensors, in order; those that are paused are views of host memory, not to be written to.
+    """
+
+    def __init__(self, names: Sequence[str], tensors: Sequence[Tensor]) -> None:
+        self._names = names
+        self._away = {
+            index: tensor for index, tensor in enumerate(tensors) if may_be_paused(tensor) and not is_mapped(tensor)
+        }
+        self.tensors = tuple(tensors)
+        if self._away:
+            self._refuse_without_copy()
+            self.tensors = tuple(_read(one) if index in self._away else one for index, one in enumerate(tensors))
+
+    def check_still_paused(self) -> None:
+        """See whether all that was paused still is: else what was read may have been anything.
+
+        Raises:
+            MemorySaverError: Memory was resumed meanwhile.
+        """
+        if awake := [self._names[index] for index, tensor in self._away.items() if is_mapped(tensor)]:
+            raise MemorySaverError(
+                "the trainer was resumed in the middle of an update that read its weights from their host copies, and "
+                f"these are gone by that: keep it paused until the update is over ({list_names(awake)})"
+            )
+
+    def _refuse_without_copy(self) -> None:
+        segments = _Segments()
+        refused: dict[str, list[str]] = {}
+        for index, tensor in self._away.items():
+            if (reason := segments.reason_against(tensor)) is not None:
+                refused.setdefault(reason, []).append(self._names[index])
+        if refused:
+            reasons = "; ".join(f"{list_names(names)}: {reason}" for reason, names in refused.items())
+            raise PlanError(
+                f"these tensors are in memory that is paused, and cannot be read: {reasons}. Allocate them with a host "
+                "copy (TMS_INIT_ENABLE_CPU_BACKUP=1, or enable_cpu_backup=True of their region), wake the trainer in "
+                "before_update(), or give asyncsync.MasterWeights",
+                names=sorted(name for names in refused.values() for name in names),
+            )
+
+
+def _read(tensor: Tensor) -> Tensor:
+    """A paused tensor's host copy, without copying it: same dtype, shape and strides."""
+    physical = tensor.detach()
+    if tensor.is_conj():  # lazily: the memory has the other value
+        physical = physical.conj()
+    if tensor.is_neg():
+        physical = torch._neg_view(physical)
+    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    host = door.host_copy(physical.as_strided((span,), (1,), tensor.storage_offset()))
+    if host is None:
+        raise MemorySaverError("the trainer was resumed in the moment its weights' host copies were asked for")
+    copy = host.as_strided(tensor.shape, tensor.stride())
+    if tensor.is_conj():
+        copy = copy.conj()
+    return torch._neg_view(copy) if tensor.is_neg() else copy
+
+
+class _Segment(NamedTuple):
+    start: int
+    stop: int
+    pool: tuple[int, int]
+
+
+class _Segments:
+    """Where torch's allocator got its memory, and with which of the saver's settings, as far as that is known."""
+
+    def __init__(self) -> None:
+        self._regions = door.regions()
+        self._segments = sorted(
+            _Segment(
+                start=segment["address"],
+                stop=segment["address"] + segment["total_size"],
+                pool=tuple(segment["segment_pool_id"]),
+            )
+            for segment in torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+        )
+
+    def reason_against(self, tensor: Tensor) -> str | None:
+        """Why a paused tensor has no host copy that may be asked for, or None."""
+        address = tensor.data_ptr()
+        index = bisect.bisect_right(self._segments, address, key=lambda segment: segment.start) - 1
+        segment = self._segments[index] if index >= 0 else None
+        if segment is None or address >= segment.stop:
+            return "not memory of torch's allocator, so who has taken it away is not known"
+        if segment.pool in self._regions:
+            return self._regions[segment.pool]
+        if segment.pool != _DEFAULT_POOL:
+            return "allocated in a memory pool that is none of the saver's, so whether it is kept is not known"
+        if not is_on("TMS_INIT_ENABLE_CPU_BACKUP"):
+            return "allocated outside of a region, with TMS_INIT_ENABLE_CPU_BACKUP off, so it is kept nowhere"
+        return None

@@ -1,0 +1,138 @@
+"""The one thread of a trainer rank on which it connects, reads, sends and cleans up, and the guard on it (R9).
+
+How many guarded sections an update has is part of the promise to an offloaded trainer: one to connect, with all that
+comes before it, and one to transfer, with the clean-up after it; if all is connected already, one. But a conductor
+connects in several calls (it asks for the weights, opens groups, joins them), and whether there is anything to connect
+shows only after the first. So the section of the first is left open for the next ones, and ends with the transfer: at
+its beginning if a group was opened, at its end if not. The thread is nobody else's, so an open section is in nobody's
+way; if no transfer comes, it ends when a group is given up again, or after a while.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+import torch
+
+from asyncsync.guard import MemorySaverGuard, memory_saver_guard
+from asyncsync.memory_saver.status import memory_saver_status
+from asyncsync.threads import WorkerThread
+
+T = TypeVar("T")
+
+CONNECTING_TIMEOUT = 60.0
+"""Seconds after the last call that the section for connecting stays open, if no transfer comes."""
+
+_log = logging.getLogger("asyncsync")
+
+
+class SenderThread:
+    """A thread, replaced if a guard had to give it up, and the guarded sections on it.
+
+    Args:
+        offload: Whether the trainer is offloaded; None to find out.
+
+    Attributes:
+        device: The CUDA device of the weights, if it is known.
+    """
+
+    def __init__(self, *, offload: bool | None) -> None:
+        self._offload = offload
+        self._thread = WorkerThread("asyncsync-sender")
+        self._closed = False
+        # A control call comes on another thread than the one that has set the device: that of the constructor.
+        self.device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+        self._connecting: MemorySaverGuard | None = None
+        self._opened: set[str] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        if offload is not False:
+            self._warn()
+
+    def _warn(self) -> None:
+        status = memory_saver_status()
+        if (self._offload and not status.guarded) or (status.guarded and status.advice):
+            _log.warning("%s", status)
+
+    @property
+    def worker(self) -> WorkerThread:
+        """The thread."""
+        if self._thread.closed and not self._closed:
+            self._thread, self._connecting = WorkerThread("asyncsync-sender"), None
+        return self._thread
+
+    def guard(self) -> MemorySaverGuard:
+        """A guard on the thread; those that overlap are one section."""
+        return memory_saver_guard(offload=self._offload, thread=self.worker, device=self.device)
+
+    async def run_connecting(self, function: Callable[..., T], *args: Any) -> T:
+        """Run what comes before connecting, in the section for that."""
+        thread, guard = self.worker, self._connecting
+        if guard is None:
+            guard = self.guard()
+            if guard.active:
+                self._connecting, self._opened = guard, set()  # at once: whoever comes now is queued behind the entry
+                try:
+                    await guard.__aenter__()
+                except BaseException:
+                    if self._thread is thread:
+                        self._connecting = None
+                    raise
+        self._stay_open()
+        return await thread.run(function, *args)  # cancelled, it is not waited for: the section is left behind it
+
+    def opened(self, connection: str) -> None:
+        """A group is being joined."""
+        if self._connecting is not None:
+            self._opened.add(connection)
+            self._stay_open()
+
+    async def left(self, connection: str) -> None:
+        """A group was left; if it was opened in the section for connecting, that has failed, and ends."""
+        if connection in self._opened:
+            await self._end_connecting()
+
+    @asynccontextmanager
+    async def transferring(self) -> AsyncIterator[MemorySaverGuard]:
+        """The section for a transfer: the one that is open, if no group was opened in it.
+
+        Raises:
+            MemorySaverError: It could not be entered or left.
+        """
+        if self._opened:
+            await self._end_connecting()
+        try:
+            async with self.guard() as guarded:
+                yield guarded
+        finally:
+            await self._end_connecting()
+
+    def _stay_open(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._connecting is not None:
+            self._timer = asyncio.get_running_loop().call_later(CONNECTING_TIMEOUT, self._time_out)
+
+    def _time_out(self) -> None:
+        ending = asyncio.ensure_future(self._end_connecting())
+        ending.add_done_callback(_log_failure)
+
+    async def _end_connecting(self) -> None:
+        guard, self._connecting, self._opened = self._connecting, None, set()
+        self._stay_open()
+        if guard is not None:
+            await guard.__aexit__(None, None, None)
+
+    def close(self) -> None:
+        """Let the thread end after the jobs it has. Does not wait."""
+        self._closed = True
+        self._thread.close()
+
+
+def _log_failure(ending: asyncio.Future[None]) -> None:
+    if not ending.cancelled() and (failure := ending.exception()) is not None:
+        _log.warning("%s", failure)
