@@ -41,8 +41,11 @@ class _Section(threading.local):
 
     guards = 0
     context: AbstractContextManager[None] | None = None
+    is_broken = False
 
     def enter(self, disable: Disable) -> None:
+        if self.is_broken:  # whoever was queued behind the exit that failed
+            raise MemorySaverError("another guard could not be left on this thread: it is given up")
         if self.guards == 0:
             context = disable()
             context.__enter__()
@@ -53,7 +56,9 @@ class _Section(threading.local):
         self.guards -= 1
         if self.guards == 0 and self.context is not None:
             context, self.context = self.context, None
+            self.is_broken = True  # until it is not
             context.__exit__(None, None, None)
+            self.is_broken = False
 
 
 _section = _Section()

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import torch
 
 from asyncsync.guard import MemorySaverGuard, memory_saver_guard
+from asyncsync.memory_saver import door
 from asyncsync.memory_saver.status import memory_saver_status
 from asyncsync.threads import WorkerThread
 
@@ -50,12 +51,14 @@ class SenderThread:
         self._opened: set[str] = set()
         self._timer: asyncio.TimerHandle | None = None
         if offload is not False:
-            self._warn()
+            self._prepare()
 
-    def _warn(self) -> None:
+    def _prepare(self) -> None:
         status = memory_saver_status()
         if (self._offload and not status.guarded) or (status.guarded and status.advice):
             _log.warning("%s", status)
+        if status.guarded:
+            door.start()  # here, where the trainer itself is not using it
 
     @property
     def worker(self) -> WorkerThread:

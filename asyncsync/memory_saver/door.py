@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import ctypes
 import sys
+import threading
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any
 
 from torch import Tensor
+
+_starting = threading.Lock()
 
 
 @cache
@@ -34,10 +37,23 @@ def is_tracked_here() -> bool:
     return library is not None and bool(library.tms_get_interesting_region())
 
 
-def disable() -> AbstractContextManager[None]:
-    """The saver's own ``disable()``, for this thread; what is to be entered and left on it."""
+def start() -> None:
+    """Have it get ready: it does so at its first use, and does not survive two first uses at once (0.0.10)."""
     from torch_memory_saver import torch_memory_saver
 
+    with _starting:
+        try:
+            torch_memory_saver._ensure_initialized()
+        except AttributeError:  # somebody else was at it, and has done it
+            if torch_memory_saver._impl is None:
+                raise
+
+
+def disable() -> AbstractContextManager[None]:
+    """Its own ``disable()``, for this thread; what is to be entered and left on it."""
+    from torch_memory_saver import torch_memory_saver
+
+    start()
     context: AbstractContextManager[None] = torch_memory_saver.disable()
     return context
 
@@ -47,8 +63,9 @@ def hook_mode() -> str:
     saver = _saver()
     if saver is None:
         return "preload"
-    options = saver._impl_ctor_kwargs if saver._impl is None else {"hook_mode": saver._impl._hook_mode}
-    return str(options.get("hook_mode", "preload"))
+    if (started := saver._impl) is not None:
+        return str(started._hook_mode)
+    return str(getattr(saver, "_impl_ctor_kwargs", {}).get("hook_mode", "preload"))
 
 
 def is_in_use() -> bool:

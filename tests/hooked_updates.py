@@ -1,0 +1,439 @@
+"""Offloaded trainers under torch_memory_saver's real hook: programs, as in :mod:`tests.hooked`.
+
+The process is started with TMS_INIT_ENABLE_CPU_BACKUP=1: what the trainer allocates is kept on the host while paused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import json
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch_memory_saver import torch_memory_saver as saver
+
+import asyncsync
+from asyncsync.guard import memory_saver_guard
+from asyncsync.memory_saver import door
+from asyncsync.memory_saver.driver import is_mapped
+from asyncsync.memory_saver.host_copies import HostCopies
+from asyncsync.memory_saver.sharing import shareable
+from tests.cuda_stubs import device
+from tests.engines import ToldEngine, failing, zoo
+from tests.sample import Zoo, content, contents
+
+Found = dict[str, Any]
+
+
+def on_device(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Weights in the saver's memory, tied ones once."""
+    placed = {id(tensor): device.on_device(tensor) for tensor in weights.values()}
+    return {name: placed[id(tensor)] for name, tensor in weights.items()}
+
+
+def refused(call: Callable[[], object]) -> list[Any]:
+    """The names and the text of a PlanError."""
+    try:
+        call()
+    except asyncsync.PlanError as error:
+        return [list(error.names), str(error)]
+    return []
+
+
+# -- reading ----------------------------------------------------------------------------------------------------------
+
+
+def reading() -> Found:
+    """Every kind of tensor from its host copy; and which memory has none that may be asked for."""
+    kinds = dict(Zoo(1).state_dict(keep_vars=True))
+    expected = {name: content(tensor) for name, tensor in kinds.items()}
+    placed = on_device(kinds)
+    names, tensors = list(placed), list(placed.values())
+    awake = HostCopies(names, tensors)
+    with saver.region("kept", enable_cpu_backup=True):
+        kept = device.on_device(torch.arange(5))
+    with saver.region("nowhere"):
+        lost = [device.on_device(torch.arange(3)) for _ in range(2)]
+    with saver.region("disk", enable_disk_backup=True):
+        spilled = device.on_device(torch.arange(4))
+    with device.use_pool(device.Pool()):
+        foreign = device.on_device(torch.arange(6))
+    with saver.disable():
+        untracked = device.on_device(torch.arange(7))
+    on_host = torch.arange(8)
+    with memory_unknown_to_torch():
+        unknown = device.on_device(torch.arange(9))
+    saver.pause()
+    asleep = HostCopies([*names, "kept", "untracked", "on_host"], [*tensors, kept, untracked, on_host])
+    copies, (kept_copy, *others) = asleep.tensors[: len(names)], asleep.tensors[len(names) :]
+    without = {"lost": [*lost, kept], "spilled": [spilled], "foreign": [foreign], "unknown": [unknown]}
+    found: Found = {
+        "kinds": len(kinds),
+        "equal": [content(copy) for copy in copies] == list(expected.values()),
+        "same strides": all(
+            (copy.stride(), copy.dtype, copy.shape) == (tensor.stride(), tensor.dtype, tensor.shape)
+            for copy, tensor in zip(copies, tensors, strict=True)
+        ),
+        "awake is itself": all(one is other for one, other in zip(awake.tensors, tensors, strict=True)),
+        "region": kept_copy.tolist(),
+        "others are themselves": all(one is other for one, other in zip(others, (untracked, on_host), strict=True)),
+        "still asleep": not any(is_mapped(tensor) for tensor in tensors if tensor.numel()),
+        "refused": {
+            which: refused(partial(HostCopies, _numbered(which, some), some)) for which, some in without.items()
+        },
+    }
+    os.environ["TMS_INIT_ENABLE_CPU_BACKUP"] = "0"
+    found["refused"]["off"] = refused(lambda: HostCopies(["weight"], [placed["matrix_float32"]]))
+    asleep.check_still_paused()
+    saver.resume()
+    try:
+        asleep.check_still_paused()
+    except asyncsync.MemorySaverError as error:
+        found["resumed"] = str(error)
+    return found
+
+
+def _numbered(name: str, tensors: list[Tensor]) -> list[str]:
+    return [f"{name}.{number}" for number in range(len(tensors))]
+
+
+@contextmanager
+def memory_unknown_to_torch() -> Iterator[None]:
+    """Allocations that torch's allocator knows nothing of."""
+    before = list(device._segments)
+    yield
+    device._segments[:] = before
+
+
+def stale() -> Found:
+    """A host copy that the saver keeps after resuming is not what the trainer has made of the weights since."""
+    saver.retain_cpu_backup = True
+    weight = device.on_device(torch.zeros(4))
+    saver.pause()
+    saver.resume()
+    weight.add_(1)
+    kept = saver.get_cpu_backup(weight)
+    (read,) = HostCopies(["weight"], [weight]).tensors
+    return {"kept": kept.tolist(), "read": read.tolist()}
+
+
+def naive_read() -> Found:
+    """Reading paused memory itself, as an update without host copies would."""
+    weight = device.on_device(torch.zeros(4))
+    saver.pause()
+    return {"read": weight.tolist()}
+
+
+# -- updates ----------------------------------------------------------------------------------------------------------
+
+
+class Sections:
+    """Counts the guarded sections, and which work allocates how."""
+
+    def __init__(self) -> None:
+        self.entered = 0
+        self.tracked: dict[str, list[bool]] = {}
+        original = door.disable
+
+        def disable() -> Any:
+            self.entered += 1
+            return original()
+
+        door.disable = disable
+
+    def take(self) -> int:
+        """How many there were since this was asked last."""
+        entered, self.entered = self.entered, 0
+        return entered
+
+    def look(self, who: str) -> None:
+        """Note whether what this thread allocates is tracked."""
+        self.tracked.setdefault(who, []).append(device.tracked())
+
+
+async def updated() -> Found:
+    """A paused trainer updates engines, and stays paused; sections are counted on the way."""
+    sections, model = Sections(), Zoo(1)
+    weights = on_device(dict(model.state_dict(keep_vars=True)))
+    engines = [ToldEngine(zoo(50)), ToldEngine(zoo(51), staged=False)]
+    counts: dict[str, int] = {}
+
+    def equal() -> bool:
+        return [contents(engine.module) for engine in engines] == [contents(model)] * 2
+
+    def asleep() -> bool:
+        return not any(is_mapped(tensor) for tensor in weights.values() if tensor.numel())
+
+    found: Found = {"counts": counts, "equal": [], "asleep": [], "intact": []}
+
+    def note(step: str) -> None:
+        counts[step] = sections.take()
+        found["equal"].append(equal())
+        found["asleep"].append(asleep())
+
+    options: dict[str, Any] = {"bucket_size": 1024, "timeout": 60, "on_engine_failure": "abort"}
+    async with asyncsync.WeightSynchronizer(asyncsync.TrainerRank(weights), engines, **options) as synchronizer:
+        saver.pause()
+        engines[1].before["join_group"] = failing(OSError("no"))
+        try:
+            await synchronizer.update_weights()
+        except asyncsync.EngineError:
+            note("connect fails")
+        await synchronizer.update_weights()
+        note("not connected")
+        for step in ("connected", "asked again"):
+            saver.resume()
+            found["intact"].append({name: content(tensor) for name, tensor in weights.items()} == contents(model))
+            for tensor, own in zip(weights.values(), model.state_dict(keep_vars=True).values(), strict=True):
+                if own.dtype is torch.float32 and own.numel() and 0 not in own.stride():
+                    for one in (tensor, own.data):
+                        one.add_(1)
+            saver.pause()
+            if step == "asked again":
+                synchronizer._connection.forget()
+            await synchronizer.update_weights()
+            note(step)
+        saver.resume()
+    trainer = asyncsync.TrainerRank(weights, offload=False)
+    async with asyncsync.WeightSynchronizer(trainer, engines, **options) as synchronizer:
+        sections.take()
+        await synchronizer.update_weights()
+        note("not offloaded")
+    return found
+
+
+async def refusing() -> Found:
+    """Weights that are paused and kept nowhere: refused by name, and nothing is sent, paused or connected."""
+    weights = {"kept": device.on_device(torch.arange(4.0))}
+    with saver.region("nowhere"):
+        weights["lost"] = device.on_device(torch.arange(3.0))
+    module = nn.ParameterDict({"kept": torch.zeros(4), "lost": torch.zeros(3)})
+    engine = ToldEngine(module, staged=False)
+    async with asyncsync.WeightSynchronizer(asyncsync.TrainerRank(weights), [engine], timeout=60) as synchronizer:
+        saver.pause()
+        try:
+            await synchronizer.update_weights()
+        except asyncsync.PlanError as error:
+            found: Found = {"names": list(error.names), "calls": list(engine.calls)}
+        found["untouched"] = content(module["kept"]) == content(torch.zeros(4))
+        saver.resume()
+        weights["lost"].copy_(torch.arange(3.0))
+        await synchronizer.update_weights()
+        found["awake"] = content(module["lost"]) == content(torch.arange(3.0))
+        saver.pause()
+        engine.calls.clear()
+        try:
+            await synchronizer.update_weights()  # in step: found out by the rank that is to send
+        except asyncsync.PlanError as error:
+            found["names in step"] = list(error.names)
+        saver.resume()
+        weights["lost"].copy_(torch.arange(3.0) + 1)
+        await synchronizer.update_weights()
+        found["repaired"] = content(module["lost"]) == content(torch.arange(3.0) + 1)
+    return found
+
+
+async def resumed_in_the_middle() -> Found:
+    """A trainer that is resumed while its weights are read: whatever was sent, no engine may switch to it."""
+    weights = {"weight": device.on_device(torch.arange(64.0))}
+    engine = ToldEngine(nn.ParameterDict({"weight": torch.zeros(64)}))
+    async with asyncsync.WeightSynchronizer(asyncsync.TrainerRank(weights), [engine], timeout=60) as synchronizer:
+        await synchronizer.update_weights()
+        saver.pause()
+
+        resumed = threading.Event()
+
+        async def resume() -> None:
+            saver.resume()
+            resumed.set()
+
+        engine.after["receive_weights"] = resume
+        original = HostCopies.check_still_paused
+
+        def check_when_resumed(copies: HostCopies) -> None:
+            resumed.wait(10)
+            original(copies)
+
+        patched: Any = HostCopies
+        patched.check_still_paused = check_when_resumed
+        try:
+            await synchronizer.update_weights()
+        except asyncsync.TrainerError as error:
+            return {"error": str(error), "version": engine.weight_version}
+    return {}
+
+
+class Looking(asyncsync.TrainerRank):
+    """A trainer whose own code is called in an update, and allocates."""
+
+    def __init__(self, weights: Any, sections: Sections) -> None:
+        self._sections = sections
+        super().__init__(weights)
+
+    def before_update(self) -> None:
+        self._sections.look("before_update")
+
+    def after_update(self) -> None:
+        self._sections.look("after_update")
+
+
+class Gathered:
+    """Weights that the trainer puts together itself."""
+
+    def __init__(self, sections: Sections) -> None:
+        self._sections = sections
+
+    def describe(self) -> Any:
+        self._sections.look("describe")
+        return [("weight", torch.float32, (4,))]
+
+    def gather(self, name: str) -> Tensor:
+        self._sections.look("gather")
+        return torch.arange(4.0)
+
+
+async def own_code() -> Found:
+    """Every allocation that a trainer's own code makes in an update is untracked; the rest of the process goes on."""
+    sections = Sections()
+
+    def give() -> dict[str, Tensor]:
+        sections.look("function")
+        return {"weight": torch.arange(4.0)}
+
+    for weights in (give, Gathered(sections)):
+        engine = ToldEngine(nn.ParameterDict({"weight": torch.zeros(4)}))
+
+        async def bystander() -> None:
+            sections.look("bystander")
+            await asyncio.to_thread(sections.look, "bystander on a thread")
+
+        engine.before["receive_weights"] = bystander
+        async with asyncsync.WeightSynchronizer(Looking(weights, sections), [engine], timeout=60) as synchronizer:
+            for _ in range(2):
+                await synchronizer.update_weights()
+    return sections.tracked
+
+
+async def devices() -> Found:
+    """Guarded work runs on the caller's CUDA device, or on the one that is named."""
+    torch.cuda.set_device(3)
+    found = []
+    async with memory_saver_guard() as guarded:
+        found.append(await guarded.run(device.current_device))
+        torch.cuda.set_device(1)
+        found.append(await guarded.run(device.current_device))
+    async with memory_saver_guard(device=2) as guarded:
+        found.append(await guarded.run(device.current_device))
+    async with memory_saver_guard(offload=False) as guarded:
+        found.append(await guarded.run(device.current_device))
+    return {"devices": found, "own": device.current_device()}
+
+
+# -- sharing ----------------------------------------------------------------------------------------------------------
+
+
+async def sharing() -> Found:
+    """Memory of the saver's is copied out before it is shared, or refused by name."""
+    plain_memory = await _untracked(lambda: device.on_device(torch.arange(5)))
+    tracked, empty = device.on_device(torch.arange(6).view(2, 3).t()), device.on_device(torch.empty(0))
+    names, tensors = ["plain", "tracked", "empty"], [plain_memory, tracked, empty]
+    found: Found = {"refused": refused(lambda: shareable(names, tensors, repack=False))}
+    try:
+        shareable(names, tensors)
+    except asyncsync.MemorySaverError as error:
+        found["tracked here"] = str(error)
+    shared = await _untracked(lambda: shareable(names, tensors))
+    found["itself"] = [one is other for one, other in zip(shared, tensors, strict=True)]
+    found["equal"] = [content(one) == content(other) for one, other in zip(shared, tensors, strict=True)]
+    found["elsewhere"] = shared[1].data_ptr() != tracked.data_ptr()
+    saver.pause()
+    found["paused"] = refused(lambda: shareable(names, tensors))
+    return found
+
+
+async def _untracked(make: Callable[[], Any]) -> Any:
+    async with memory_saver_guard() as guarded:
+        return await guarded.run(make)
+
+
+# -- what is found out ------------------------------------------------------------------------------------------------
+
+
+def statuses() -> Found:
+    """Which cases of the saver are told, and what of."""
+    found: Found = {}
+
+    def note(name: str) -> None:
+        status = asyncsync.memory_saver_status()
+        found[name] = [status.case, status.guarded, str(status)]
+
+    note("active")
+    with changed("TMS_INIT_ENABLE", "0"):
+        note("regions only")
+    with changed("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"):
+        note("expandable segments")
+    with changed("LD_PRELOAD", ""):
+        note("no longer named")
+    saver.hook_mode = "torch"
+    note("both")
+    saver.hook_mode = "preload"
+    original = torch.xpu.is_available
+    torch.xpu.is_available = lambda: True
+    note("xpu")
+    torch.xpu.is_available = original
+    version = importlib.metadata.version
+    importlib.metadata.version = lambda distribution_name: "0.0.9.post1"
+    note("old")
+    importlib.metadata.version = version
+    found["started"] = saver._impl is not None
+    return found
+
+
+async def broken() -> Found:
+    """A saver that cannot be switched off: entering the guard says why, and what to do."""
+    found: Found = {}
+    with changed("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"):
+        try:
+            async with memory_saver_guard():
+                found["entered"] = True
+        except asyncsync.MemorySaverError as error:
+            found["error"] = str(error)
+    with changed("TMS_INIT_ENABLE", "0"):
+        async with memory_saver_guard() as guarded:
+            found["tracked in regions only"] = await guarded.run(device.tracked)
+    return found
+
+
+@contextmanager
+def changed(variable: str, value: str) -> Iterator[None]:
+    """A variable of the environment, for a while."""
+    before = os.environ.get(variable)
+    os.environ[variable] = value
+    yield
+    if before is None:
+        del os.environ[variable]
+    else:
+        os.environ[variable] = before
+
+
+PROGRAMS: dict[str, Callable[[], Any]] = {
+    program.__name__: program
+    for program in (
+        *(reading, stale, naive_read, updated, refusing, resumed_in_the_middle, own_code, devices, sharing),
+        *(statuses, broken),
+    )
+}
+
+if __name__ == "__main__":
+    device.install()
+    made = PROGRAMS[sys.argv[1]]()
+    found = asyncio.run(made) if asyncio.iscoroutine(made) else made
+    sys.stdout.write(f"{json.dumps(found)}\n")

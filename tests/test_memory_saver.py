@@ -1,0 +1,225 @@
+"""torch_memory_saver's own library at work: *real hook, stubbed CUDA* (see ``tests/cuda_stubs``).
+
+Run with ``-m memory_saver``. Each program runs in a process of its own, under the hook; its findings are judged here.
+Without a C compiler these tests fail, they are never skipped.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cuda_stubs import build
+
+pytestmark = [pytest.mark.memory_saver, pytest.mark.timeout(300)]
+
+Found = dict[str, Any]
+
+FIRST = [True, "default"]
+"""A thread's flag and tag, as nobody has touched them."""
+
+
+@pytest.fixture(scope="session")
+def hooked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The environment of a process under the hook."""
+    disk = tmp_path_factory.mktemp("disk")
+    return build(tmp_path_factory.mktemp("stubs")) | {
+        "TMS_INIT_ENABLE_CPU_BACKUP": "1",
+        "TMS_DISK_BACKUP_DIR": str(disk),
+        "PYTHONPATH": str(Path(__file__).resolve().parent.parent),
+    }
+
+
+def ended(environment: dict[str, str], *command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", *command], env=environment, capture_output=True, text=True, timeout=240, check=False
+    )
+
+
+@pytest.fixture(scope="session")
+def run(hooked: dict[str, str]) -> Callable[..., Found]:
+    """Runs a program, once, and gives what it found."""
+    known: dict[tuple[str, str], Found] = {}
+
+    def run(name: str, module: str = "tests.hooked_updates") -> Found:
+        if (module, name) not in known:
+            process = ended(hooked, module, name)
+            assert process.returncode == 0, process.stderr
+            known[module, name] = json.loads(process.stdout.splitlines()[-1])
+        return known[module, name]
+
+    return run
+
+
+# -- the guard --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("case", "outcome"),
+    [
+        ("bystander", {"bystander tracked": False, "left": FIRST}),
+        ("thread", {"work tracked": True, "left": FIRST}),
+        ("second", {"second": "AssertionError", "left": FIRST}),
+        ("region_inside", {"left": [False, "default"]}),
+        ("region_around", {"region": "AssertionError", "left": [True, "weights"]}),
+        ("cancelled", {"left": FIRST}),
+    ],
+)
+def test_the_naive_way_fails(run: Callable[..., Found], case: str, outcome: Found) -> None:
+    """Why there is a guard: ``disable()`` held across an await on the loop's thread. If that works, the guard may go."""
+    assert run("naive", "tests.hooked")[case] == outcome
+
+
+@pytest.mark.parametrize(
+    ("case", "outcome"),
+    [
+        ("bystander", {"bystander tracked": True}),
+        ("thread", {"bystander tracked": True}),
+        ("second", {}),
+        ("region_inside", {"in the region": [True, "weights"]}),
+        ("region_around", {"in the region": [True, "weights"]}),
+        ("cancelled", {"thread left": FIRST}),
+    ],
+)
+def test_the_guard_does_not(run: Callable[..., Found], case: str, outcome: Found) -> None:
+    assert run("guarded", "tests.hooked")[case] == {"work tracked": False, "left": FIRST} | outcome
+
+
+def test_whatever_is_interleaved_only_guarded_work_is_untracked_and_every_thread_is_left_as_it_was(
+    run: Callable[..., Found],
+) -> None:
+    found = run("histories", "tests.hooked")
+    assert found["wrong"] == []
+    assert all(found["counts"].values()), "everything has happened"
+    assert found["counts"]["guarded work"] > 1000
+
+
+def test_guarded_work_runs_on_the_callers_device(run: Callable[..., Found]) -> None:
+    assert run("devices") == {"devices": [3, 1, 2, 1], "own": 1}
+
+
+def test_a_saver_that_cannot_be_switched_off_is_an_error_that_says_why(run: Callable[..., Found]) -> None:
+    found = run("broken")
+    assert "entered" not in found
+    assert "take expandable_segments:True out" in found["error"]
+    assert found["tracked in regions only"] is False
+
+
+@pytest.mark.parametrize(
+    ("which", "case", "guarded", "text"),
+    [
+        ("active", "active", True, "tracks what new threads allocate"),
+        ("regions only", "regions only", False, "TMS_INIT_ENABLE is off"),
+        ("expandable segments", "broken", False, "expandable segments"),
+        ("no longer named", "broken", False, "leave LD_PRELOAD as it was"),
+        ("both", "broken", False, "leave one of the two out"),
+        ("xpu", "xpu", False, "a thread of its own"),
+        ("old", "active", True, "install 0.0.10 or newer"),
+    ],
+)
+def test_the_status_tells_which_case_holds(
+    run: Callable[..., Found], which: str, case: str, guarded: bool, text: str
+) -> None:
+    found = run("statuses")
+    assert found[which][:2] == [case, guarded]
+    assert text in found[which][2]
+    assert found["started"] is False, "it looks only"
+
+
+# -- weights that are paused ------------------------------------------------------------------------------------------
+
+
+def test_paused_memory_cannot_be_read(hooked: dict[str, str]) -> None:
+    """The stubs are as unforgiving as a GPU is."""
+    assert ended(hooked, "tests.hooked_updates", "naive_read").returncode < 0
+
+
+def test_every_kind_of_tensor_is_read_from_its_host_copy(run: Callable[..., Found]) -> None:
+    found = run("reading")
+    assert found["kinds"] > 40
+    assert (found["equal"], found["same strides"]) == (True, True)
+    assert found["awake is itself"], "memory that is there is read itself"
+    assert found["region"] == [0, 1, 2, 3, 4]
+    assert found["others are themselves"], "what is not the saver's is read itself"
+    assert found["still asleep"]
+    assert "keep it paused until the update is over" in found["resumed"]
+
+
+@pytest.mark.parametrize(
+    ("which", "names", "reason"),
+    [
+        ("lost", ["lost.0", "lost.1"], "its region 'nowhere' keeps it nowhere"),
+        ("spilled", ["spilled.0"], "on disk only"),
+        ("foreign", ["foreign.0"], "none of the saver's"),
+        ("unknown", ["unknown.0"], "not memory of torch's allocator"),
+        ("off", ["weight"], "TMS_INIT_ENABLE_CPU_BACKUP off"),
+    ],
+)
+def test_paused_memory_without_a_host_copy_is_refused_by_name(
+    run: Callable[..., Found], which: str, names: list[str], reason: str
+) -> None:
+    refused, text = run("reading")["refused"][which]
+    assert refused == names
+    assert reason in text
+
+
+def test_a_host_copy_that_outlived_its_pause_is_not_read(run: Callable[..., Found]) -> None:
+    assert run("stale") == {"kept": [0.0] * 4, "read": [1.0] * 4}
+
+
+# -- updates ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_trainer_that_is_paused_stays_paused_over_whole_updates(run: Callable[..., Found]) -> None:
+    found = run("updated")
+    assert found["equal"] == [False, True, True, True, True]
+    assert found["asleep"] == [True, True, True, True, False], "the last one was not to be offloaded"
+    assert found["intact"] == [True, True]
+
+
+def test_guarded_sections_are_as_few_as_promised(run: Callable[..., Found]) -> None:
+    assert run("updated")["counts"] == {
+        "connect fails": 1,
+        "not connected": 2,
+        "connected": 1,
+        "asked again": 1,
+        "not offloaded": 0,
+    }
+
+
+def test_what_cannot_be_read_is_refused_before_anything_is_sent(run: Callable[..., Found]) -> None:
+    found = run("refusing")
+    assert (found["names"], found["calls"], found["untouched"]) == (["lost"], ["describe_engine"], True)
+    assert (found["awake"], found["names in step"], found["repaired"]) == (True, ["lost"], True)
+
+
+def test_a_trainer_that_is_resumed_in_the_middle_fails_the_update(run: Callable[..., Found]) -> None:
+    found = run("resumed_in_the_middle")
+    assert "was resumed in the middle of an update" in found["error"]
+    assert found["version"] == 1
+
+
+def test_what_the_trainers_own_code_allocates_in_an_update_is_untracked(run: Callable[..., Found]) -> None:
+    found = run("own_code")
+    assert {who: set(tracked) for who, tracked in found.items()} == {
+        **{who: {False} for who in ("before_update", "after_update", "function", "describe", "gather")},
+        **{who: {True} for who in ("bystander", "bystander on a thread")},
+    }
+
+
+# -- sharing ----------------------------------------------------------------------------------------------------------
+
+
+def test_memory_that_cuda_ipc_cannot_share_is_copied_out_or_refused(run: Callable[..., Found]) -> None:
+    found = run("sharing")
+    assert found["refused"][0] == ["tracked"]
+    assert found["paused"][0] == ["tracked"]
+    assert "memory_saver_guard" in found["tracked here"]
+    assert (found["itself"], found["equal"]) == ([True, False, True], [True] * 3)
+    assert found["elsewhere"]
