@@ -73,6 +73,7 @@ class ShardedTrainer(Probe, asyncsync.TrainerRank):
         self._number = rank
         self.module = nn.Module()
         self._scattered: Scattered | None = None
+        self._masters: dict[str, Tensor] = {}
         self._group = ("", 0, 0)
         self._wakes = -1
         self._stopped = False
@@ -94,7 +95,16 @@ class ShardedTrainer(Probe, asyncsync.TrainerRank):
             self._wakes = 0  # from now on it sleeps between updates
             self._end_group()
             return
-        shard(module, kind, size)
+        self._masters = {}
+        shard(module, "fsdp" if kind == "masters" else kind, size)
+        if kind == "masters":
+            self._masters = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+            self.module = module.to(torch.bfloat16)
+            with torch.no_grad():
+                for parameter in module.parameters():
+                    parameter.zero_()  # nobody is to read them
+            self._asyncsync._source = WeightSource(asyncsync.MasterWeights(self.module, self._masters))
+            return
         self.module = nn.ModuleDict({stage: module}) if stage else module
         self._asyncsync._source = WeightSource(lambda: self.module)
 
@@ -134,12 +144,16 @@ class ShardedTrainer(Probe, asyncsync.TrainerRank):
         if self._scattered is not None:
             return self._scattered.step()
         with torch.no_grad():
-            for parameter in self.module.parameters():
+            for parameter in self._masters.values() or self.module.parameters():
                 parameter.mul_(-2)
 
     def whole(self) -> dict[str, bytes]:
         """Collective. The bytes of every whole tensor, put together by torch."""
-        return {name: content(_whole(tensor)) for name, tensor in self.module.state_dict().items()}
+        state = self.module.state_dict()
+        if self._masters:
+            masters = self._masters | {"tied.weight": self._masters["up.weight"]}
+            state |= {name: _whole(master).to(torch.bfloat16) for name, master in masters.items()}
+        return {name: content(_whole(tensor)) for name, tensor in state.items()}
 
     def rename(self, old: str, new: str) -> None:
         """Give a parameter another name."""

@@ -6,6 +6,7 @@ Without a C compiler these tests fail, they are never skipped.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -14,8 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+import asyncsync
 from tests.cuda_stubs import build
+from tests.engines import ToldEngine, failing
+from tests.hooked_trainer import SleepingRank
+from tests.sample import content, contents
 
 pytestmark = [pytest.mark.memory_saver, pytest.mark.timeout(300)]
 
@@ -72,7 +79,7 @@ def run(hooked: dict[str, str]) -> Callable[..., Found]:
     ],
 )
 def test_the_naive_way_fails(run: Callable[..., Found], case: str, outcome: Found) -> None:
-    """Why there is a guard: ``disable()`` held across an await on the loop's thread. If that works, the guard may go."""
+    """Why there is a guard: ``disable()`` held across an await on the loop's thread. If it works, the guard may go."""
     assert run("naive", "tests.hooked")[case] == outcome
 
 
@@ -223,3 +230,39 @@ def test_memory_that_cuda_ipc_cannot_share_is_copied_out_or_refused(run: Callabl
     assert "memory_saver_guard" in found["tracked here"]
     assert (found["itself"], found["equal"]) == ([True, False, True], [True] * 3)
     assert found["elsewhere"]
+
+
+# -- the life of a trainer that sleeps --------------------------------------------------------------------------------
+
+
+@pytest.mark.asyncio
+async def test_a_trainer_wakes_for_an_update_makes_its_groups_anew_and_goes_back_to_sleep(
+    hooked: dict[str, str], ray_cluster: None, tmp_path: Path
+) -> None:
+    environment = {name: value for name, value in hooked.items() if name != "PYTHONPATH"}
+    actors: Any = SleepingRank
+    ranks = [
+        actors.options(runtime_env={"env_vars": environment}).remote(rank, 2, str(tmp_path / "store"))
+        for rank in range(2)
+    ]
+
+    async def states() -> list[Found]:
+        return list(await asyncio.gather(*(rank.state.remote() for rank in ranks)))
+
+    def as_it_was(updates: int) -> list[Found]:
+        state = {"asleep": True, "in a group": False, "its work was tracked": False, "others are tracked": True}
+        return [state | {"updates": updates, "guarded": True}] * 2
+
+    first = torch.tensor([0.0, 1, 2, 3, 10, 11, 12, 13])
+    engines = [ToldEngine(nn.ParameterDict({"weight": torch.zeros(8)}), staged=staged) for staged in (True, False)]
+    async with asyncsync.WeightSynchronizer(ranks, engines, timeout=60) as synchronizer:
+        assert await states() == as_it_was(0)
+        for number in range(3):
+            await synchronizer.update_weights()
+            assert [contents(engine.module)["weight"] for engine in engines] == [content(first + number)] * 2
+            assert await states() == as_it_was(number + 1)
+            await asyncio.gather(*(rank.step.remote() for rank in ranks))
+        engines[0].before["receive_weights"] = failing(OSError("no"))
+        with pytest.raises(asyncsync.EngineError):
+            await synchronizer.update_weights()
+        assert await states() == as_it_was(4), "after a failure, too"

@@ -112,6 +112,18 @@ async def test_a_trainer_that_sleeps_makes_its_groups_anew_for_every_update_and_
         assert await every(ranks, "hooks_called") == [["before", "after"] * 3] * size
 
 
+async def test_weights_are_rebuilt_from_each_ranks_shards_of_the_masters(actors: list[Any], tmp_path: Path) -> None:
+    await become(actors[:2], "masters", tmp_path)
+    for bucket_size in (64, 1 << 20):
+        engines = [asyncsync.ModuleEngine(Mixed(seed).bfloat16(), staged=bool(seed)) for seed in range(2)]
+        async with WeightSynchronizer(actors[:2], engines, bucket_size=bucket_size) as synchronizer:
+            for _ in range(2):
+                await every(actors[:2], "step")
+                await synchronizer.update_weights()
+                whole, _ = await every(actors[:2], "whole")
+                assert [contents(engine.module) for engine in engines] == [whole] * 2
+
+
 def served(seed: int) -> list[asyncsync.ModuleEngine]:
     return [asyncsync.ModuleEngine(Mixed(seed)), asyncsync.ModuleEngine(Mixed(seed + 1), staged=False)]
 

@@ -17,8 +17,6 @@ import torch
 from torch import Tensor
 
 _process = ctypes.CDLL(None)
-_process.tms_get_interesting_region.restype = ctypes.c_bool
-_process.tms_get_current_tag.restype = ctypes.c_char_p
 _here = threading.local()
 _pool_numbers = itertools.count(1)
 _segments: list[dict[str, Any]] = []
@@ -49,7 +47,9 @@ def pool_here() -> Pool | None:
 
 
 def install() -> None:
-    """Put the stand-ins into torch."""
+    """Put the stand-ins into torch, in a process that runs under the hook."""
+    _process.tms_get_interesting_region.restype = ctypes.c_bool
+    _process.tms_get_current_tag.restype = ctypes.c_char_p
     cuda: Any = torch.cuda
     cuda.MemPool, cuda.use_mem_pool = Pool, use_pool
     cuda.is_initialized = lambda: True
