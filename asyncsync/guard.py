@@ -91,8 +91,7 @@ class MemorySaverGuard:
             try:
                 await self._thread.run(self._enter, self._current_device())
             except asyncio.CancelledError:
-                self._thread.submit(self._leave)  # queued behind whatever the entry came to
-                self._end_own_thread()
+                self.leave_behind()
                 raise
             except Exception as error:
                 self._end_own_thread()
@@ -117,6 +116,12 @@ class MemorySaverGuard:
             error.add_note(f"leaving the memory-saver guard failed too: {failure!r}")
         finally:
             self._end_own_thread()
+
+    def leave_behind(self) -> None:
+        """Have it left once what it runs is over. Does not wait, and nobody hears of an error."""
+        with suppress(ClosedError):  # a thread that was given up is nobody's any more
+            self._thread.submit(self._leave)
+        self._end_own_thread()
 
     async def run(self, function: Callable[[*Ts], T], *args: *Ts, on_cancel: Callable[[], object] | None = None) -> T:
         """Run blocking work on the guard's thread, in order, with the caller's context variables and CUDA device.

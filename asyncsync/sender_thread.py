@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -107,16 +107,15 @@ class SenderThread:
         """
         if self._opened:
             await self._end_connecting()
-        try:
-            async with self.guard() as guarded:
-                yield guarded
-        finally:
-            await self._end_connecting()
+        async with AsyncExitStack() as stack:
+            if (connecting := self._take_connecting()) is not None:
+                stack.push_async_exit(connecting)
+            yield await stack.enter_async_context(self.guard())
 
     def _stay_open(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-            self._timer = None
+        self._timer = None
         if self._connecting is not None:
             self._timer = asyncio.get_running_loop().call_later(CONNECTING_TIMEOUT, self._time_out)
 
@@ -125,14 +124,19 @@ class SenderThread:
         ending.add_done_callback(_log_failure)
 
     async def _end_connecting(self) -> None:
-        guard, self._connecting, self._opened = self._connecting, None, set()
+        if (connecting := self._take_connecting()) is not None:
+            await connecting.__aexit__(None, None, None)
+
+    def _take_connecting(self) -> MemorySaverGuard | None:
+        connecting, self._connecting, self._opened = self._connecting, None, set()
         self._stay_open()
-        if guard is not None:
-            await guard.__aexit__(None, None, None)
+        return connecting
 
     def close(self) -> None:
         """Let the thread end after the jobs it has. Does not wait."""
         self._closed = True
+        if not self._thread.closed and (connecting := self._take_connecting()) is not None:
+            connecting.leave_behind()
         self._thread.close()
 
 

@@ -112,7 +112,8 @@ class Receiver:
             await seat.leave(connection)
 
     def _guard(self) -> MemorySaverGuard:
-        return memory_saver_guard(offload=False, thread=self._worker)
+        # What an engine allocates to receive must not go when it releases its memory.
+        return memory_saver_guard(thread=self._worker)
 
     def links(self, order: UpdateOrder) -> list[Link]:
         """The groups that an order names.
@@ -162,11 +163,14 @@ class Receiver:
         session = self.session = Session(order, plan, loader(links[0].device), links, scope)
         try:
             with scope:
-                session.digest = await self._worker.run(receive_buckets, session)
+                async with self._guard():
+                    try:
+                        session.digest = await self._worker.run(receive_buckets, session)
+                    finally:
+                        session.stop.set()  # the guard is left when this is over
                 session.received = True
                 return session.digest
         finally:
-            session.stop.set()
             self._record.received = order.epoch, session.arrived, len(plan.buckets)
             if not session.received:
                 self.close(links)  # operations may still run in them
