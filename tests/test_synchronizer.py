@@ -397,9 +397,7 @@ class Sections:
 
     @contextmanager
     def disable(self) -> Iterator[None]:
-        self.entered += (
-            threading.current_thread().name == "asyncsync-sender"
-        )  # engines have their own
+        self.entered += threading.current_thread().name == "asyncsync-sender"  # engines have their own
         yield
         if self.fail:
             self.fail = False
