@@ -117,6 +117,18 @@ class MemorySaverGuard:
         finally:
             self._end_own_thread()
 
+    def run_behind(self, function: Callable[[], object]) -> None:
+        """Enter it, run something, and leave it, behind what runs already. Does not wait; nobody hears of an error."""
+
+        def run(device: int | None) -> None:
+            self._enter(device)
+            try:
+                function()
+            finally:
+                self._leave()
+
+        self._thread.submit(run, self._current_device())
+
     def leave_behind(self) -> None:
         """Have it left once what it runs is over. Does not wait, and nobody hears of an error."""
         with suppress(ClosedError):  # a thread that was given up is nobody's any more

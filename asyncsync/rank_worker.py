@@ -86,7 +86,6 @@ class RankWorker:
         self._messages: list[Tensor] = []
         self._sending: _Sending | None = None
         self._ended_epoch = 0
-        self._closed = False
         self._sent: tuple[int, str, Digests] | None = None
         self._published: tuple[int, str, Digests] | None = None
 
@@ -252,7 +251,7 @@ class RankWorker:
         except TimeoutError:
             _log.warning("the sender thread has been busy for too long with what is not ours, and is given up")
             thread.close()
-            self._close_links()
+            self._sender.clean_up(self._close_links)
             return None
 
     @property
@@ -400,8 +399,7 @@ class RankWorker:
 
     def close(self) -> None:
         """Leave the group and let the rank's threads end. Does not wait."""
-        self._closed = True
-        self._close_links()
+        self._sender.clean_up(self._close_links)
         self._sender.close()
         self._hasher.close()
 

@@ -132,6 +132,14 @@ class SenderThread:
         self._stay_open()
         return connecting
 
+    def clean_up(self, function: Callable[[], object]) -> None:
+        """Run clean-up that does not block, as guarded work if there is a guard. Does not wait for it then."""
+        guard = self.guard()
+        if guard.active and not self._closed:
+            guard.run_behind(function)
+        else:
+            function()
+
     def close(self) -> None:
         """Let the thread end after the jobs it has. Does not wait."""
         self._closed = True

@@ -241,6 +241,27 @@ async def refusing() -> Found:
     return found
 
 
+async def released() -> Found:
+    """An engine whose weights' memory is released: nothing is written there, and it is said by name."""
+    weights = {"there": torch.arange(4.0), "away": torch.arange(3.0)}
+    held = nn.ParameterDict({"there": torch.zeros(4), "away": torch.zeros(3)})
+    with saver.region("weights"):
+        held["away"] = nn.Parameter(device.on_device(torch.zeros(3)), requires_grad=False)
+    engine = ToldEngine(held, staged=False)
+    found: Found = {}
+    async with asyncsync.WeightSynchronizer(asyncsync.TrainerRank(weights), [engine], timeout=60) as synchronizer:
+        saver.pause("weights")
+        try:
+            await synchronizer.update_weights()
+        except asyncsync.EngineError as error:
+            found["error"], found["untouched"] = str(error), held["there"].tolist()
+        found["state"] = str(engine.weight_version)
+        saver.resume("weights")
+        await synchronizer.update_weights()
+        found["awake"] = [held["there"].tolist(), held["away"].tolist()]
+    return found
+
+
 async def resumed_in_the_middle() -> Found:
     """A trainer that is resumed while its weights are read: whatever was sent, no engine may switch to it."""
     weights = {"weight": device.on_device(torch.arange(64.0))}
@@ -427,7 +448,7 @@ def changed(variable: str, value: str) -> Iterator[None]:
 PROGRAMS: dict[str, Callable[[], Any]] = {
     program.__name__: program
     for program in (
-        *(reading, stale, naive_read, updated, refusing, resumed_in_the_middle, own_code, devices, sharing),
+        *(reading, stale, naive_read, updated, refusing, released, resumed_in_the_middle, own_code, devices, sharing),
         *(statuses, broken),
     )
 }

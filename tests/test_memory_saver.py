@@ -206,6 +206,13 @@ def test_what_cannot_be_read_is_refused_before_anything_is_sent(run: Callable[..
     assert (found["awake"], found["names in step"], found["repaired"]) == (True, ["lost"], True)
 
 
+def test_nothing_is_written_to_memory_that_an_engine_has_released(run: Callable[..., Found]) -> None:
+    found = run("released")
+    assert "the memory of these weights is released, so they cannot be written: away" in found["error"]
+    assert found["untouched"] == [0.0] * 4
+    assert found["awake"] == [[0.0, 1.0, 2.0, 3.0], [0.0, 1.0, 2.0]]
+
+
 def test_a_trainer_that_is_resumed_in_the_middle_fails_the_update(run: Callable[..., Found]) -> None:
     found = run("resumed_in_the_middle")
     assert "was resumed in the middle of an update" in found["error"]

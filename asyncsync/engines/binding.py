@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from asyncsync.buckets import Plan, list_names
-from asyncsync.errors import PlanError
+from asyncsync.errors import EngineError, PlanError
+from asyncsync.memory_saver.driver import absent
 from asyncsync.messages import Layout
 from asyncsync.shards import Block, Shard
 from asyncsync.transports.dtensor import Boxes, is_dtensor, local_tensor
@@ -53,6 +54,20 @@ class Binding:
         """All that take bytes."""
         whole = [tensor for group in self.targets for tensor in group]
         return whole + [shard.tensor for group in self.shards.values() for shard in group]
+
+    def check_memory(self, tensors: Sequence[Tensor]) -> None:
+        """See whether there is memory behind tensors that bytes are to be written to.
+
+        Raises:
+            EngineError: Some of it was released.
+        """
+        if away := {id(tensors[index]) for index in absent(tensors)}:
+            taking = [(index, tensor) for index, targets in enumerate(self.targets) for tensor in targets]
+            taking += [(index, shard.tensor) for index, some in self.shards.items() for shard in some]
+            names = {self.plan.specs[index].name for index, tensor in taking if id(tensor) in away}
+            raise EngineError(
+                f"the memory of these weights is released, so they cannot be written: {list_names(names)}"
+            )
 
     def fits(self, module: nn.Module) -> bool:
         """Whether the module still holds these very tensors, unchanged in kind.

@@ -116,14 +116,17 @@ class StagedLoader:
 
     def commit(self) -> None:
         assert self._spare is not None
+        taking = [(view, tensor) for view, targets in self._spare.views for tensor in targets]
+        written = [tensor for _, tensor in taking if not self._may_point_elsewhere(tensor)]
+        self._binding.check_memory(written)
+        stay = {id(tensor) for tensor in written}
         with torch.no_grad():
-            for view, targets in self._spare.views:
-                for tensor in targets:
-                    if self._may_point_elsewhere(tensor):
-                        tensor.data = view
-                        self._installed[id(tensor)] = view
-                    else:
-                        raw(tensor).copy_(raw(view))
+            for view, tensor in taking:
+                if id(tensor) in stay:
+                    raw(tensor).copy_(raw(view))
+                else:
+                    tensor.data = view
+                    self._installed[id(tensor)] = view
         self._spare, self._live = self._live, self._spare
 
     def _may_point_elsewhere(self, tensor: Tensor) -> bool:
@@ -208,6 +211,7 @@ class InPlaceLoader:
         self._digests = StreamingDigests(0)
 
     def begin(self) -> None:
+        self._binding.check_memory(self._binding.tensors)
         if self._bounce is None:
             self._bounce = _Bounce(self._binding.plan.largest_bucket, self.device)
         self._digests = StreamingDigests(len(self._binding.plan.specs))

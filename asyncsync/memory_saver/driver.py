@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -15,9 +16,19 @@ _LEGACY_IPC_CAPABLE, _MAPPED = 10, 13  # CU_POINTER_ATTRIBUTE_…, cuda.h of CUD
 _SUCCESS, _INVALID_VALUE = 0, 1
 
 
-def may_be_paused(tensor: Tensor) -> bool:
-    """Whether a tensor's memory may have been taken away; false costs next to nothing. ROCm is not looked at."""
-    return tensor.is_cuda and tensor.numel() > 0 and torch.version.hip is None and door.is_in_use()
+def absent(tensors: Sequence[Tensor]) -> list[int]:
+    """Which of these tensors' memory was taken away, by index. Where the saver is not in use this costs nothing.
+
+    Tensors on other devices than CUDA's are always there, and so are, for all that is known here, those of ROCm.
+
+    Raises:
+        MemorySaverError: The driver did not say.
+    """
+    if not door.is_in_use() or torch.version.hip is not None:
+        return []
+    return [
+        index for index, tensor in enumerate(tensors) if tensor.is_cuda and tensor.numel() and not is_mapped(tensor)
+    ]
 
 
 def is_mapped(tensor: Tensor) -> bool:

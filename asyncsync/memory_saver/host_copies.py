@@ -12,7 +12,7 @@ from torch import Tensor
 from asyncsync.buckets import list_names
 from asyncsync.errors import MemorySaverError, PlanError
 from asyncsync.memory_saver import door
-from asyncsync.memory_saver.driver import is_mapped, may_be_paused
+from asyncsync.memory_saver.driver import absent, is_mapped
 from asyncsync.memory_saver.status import is_on
 
 _DEFAULT_POOL = (0, 0)
@@ -37,9 +37,7 @@ class HostCopies:
 
     def __init__(self, names: Sequence[str], tensors: Sequence[Tensor]) -> None:
         self._names = names
-        self._away = {
-            index: tensor for index, tensor in enumerate(tensors) if may_be_paused(tensor) and not is_mapped(tensor)
-        }
+        self._away = {index: tensors[index] for index in absent(tensors)}
         self.tensors = tuple(tensors)
         if self._away:
             self._refuse_without_copy()

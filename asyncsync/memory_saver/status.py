@@ -66,7 +66,8 @@ def _find_case(version: str | None) -> tuple[SaverCase, str, str | None]:
         return (
             "xpu",
             "on Intel GPUs it cannot be switched off for a while, and only regions are tracked",
-            "guarded work runs on a thread of its own, outside of every region: nothing there is tracked",
+            "guarded work runs on a thread of its own, outside of every region: nothing there is tracked. Weights that "
+            "are paused cannot be read: wake the trainer in before_update()",
         )
     if hook_mode() == "torch":
         if hook() is not None:
@@ -110,7 +111,8 @@ def _find_case(version: str | None) -> tuple[SaverCase, str, str | None]:
         )
     if not _tracks_on_new_threads():
         return "regions only", "it is loaded, and TMS_INIT_ENABLE is off: nothing outside of a region is tracked", None
-    return "active", "it is loaded, and tracks what new threads allocate", None
+    rocm = "on ROCm nobody looks whether weights are paused: wake the trainer in before_update()"
+    return "active", "it is loaded, and tracks what new threads allocate", rocm if torch.version.hip else None
 
 
 def is_on(variable: str) -> bool:
