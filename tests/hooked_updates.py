@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -21,11 +21,13 @@ from torch import Tensor, nn
 from torch_memory_saver import torch_memory_saver as saver
 
 import asyncsync
+from asyncsync.engines.loading import InPlaceLoader
 from asyncsync.guard import memory_saver_guard
 from asyncsync.memory_saver import door
 from asyncsync.memory_saver.driver import is_mapped
 from asyncsync.memory_saver.host_copies import HostCopies
 from asyncsync.memory_saver.sharing import shareable
+from tests.cancelling import CancelAt
 from tests.cuda_stubs import device
 from tests.engines import ToldEngine, failing, zoo
 from tests.sample import Zoo, content, contents
@@ -330,16 +332,27 @@ async def own_code() -> Found:
         return {"weight": torch.arange(4.0)}
 
     for weights in (give, Gathered(sections)):
-        engine = ToldEngine(nn.ParameterDict({"weight": torch.zeros(4)}))
+        engine = ToldEngine(nn.ParameterDict({"weight": torch.zeros(4)}), staged=False)
+        begin = InPlaceLoader.begin
+
+        def begin_and_look(loader: InPlaceLoader, begin: Callable[[InPlaceLoader], None] = begin) -> None:
+            sections.look("engine")
+            begin(loader)
+
+        patched: Any = InPlaceLoader
+        patched.begin = begin_and_look
 
         async def bystander() -> None:
             sections.look("bystander")
             await asyncio.to_thread(sections.look, "bystander on a thread")
 
         engine.before["receive_weights"] = bystander
-        async with asyncsync.WeightSynchronizer(Looking(weights, sections), [engine], timeout=60) as synchronizer:
+        trainer = Looking(weights, sections)
+        async with asyncsync.WeightSynchronizer(trainer, [engine], timeout=60) as synchronizer:
             for _ in range(2):
                 await synchronizer.update_weights()
+        trainer._asyncsync._sender.clean_up(lambda: sections.look("clean-up"))
+        await trainer._asyncsync._sender.worker.run(lambda: None)
     return sections.tracked
 
 
@@ -356,6 +369,63 @@ async def devices() -> Found:
     async with memory_saver_guard(offload=False) as guarded:
         found.append(await guarded.run(device.current_device))
     return {"devices": found, "own": device.current_device()}
+
+
+async def _awaiting(what: Awaitable[None]) -> None:
+    await what
+
+
+async def cancelled() -> Found:
+    """A trainer rank that is cancelled at each await of an update: the next one works, and every thread is as it was."""
+    model = Zoo(1)
+    weights = on_device(dict(model.state_dict(keep_vars=True)))
+    engine = ToldEngine(zoo(50))
+    saver.pause()
+    found: Found = {"wrong": [], "reached": {}}
+
+    async def once(method: str, at: int, when: Any) -> bool:
+        """Whether it came to that await."""
+        trainer = asyncsync.TrainerRank(weights)
+        original, cancelling, answers = getattr(trainer, method), [], []
+
+        async def cut_short(*args: Any) -> Any:
+            async def answer() -> None:
+                answers.append(await original(*args))
+
+            setattr(trainer, method, original)
+            cancelling.append(CancelAt(answer(), at, when))
+            await asyncio.wait([asyncio.ensure_future(_awaiting(cancelling[0]))])  # as in an actor: the caller is not
+            if not answers:
+                raise OSError("cancelled over there")
+            return answers[0]
+
+        setattr(trainer, method, cut_short)
+        where = f"{method} {when} at {at}"
+        async with asyncsync.WeightSynchronizer(trainer, [engine], bucket_size=1024, timeout=60) as synchronizer:
+            try:
+                await synchronizer.update_weights()
+            except asyncsync.WeightUpdateError as error:
+                if not cancelling[0].reached:
+                    found["wrong"].append(f"{where}: {error!r}")
+            with torch.no_grad():
+                engine.module.get_buffer("matrix_float32").zero_()
+            await synchronizer.update_weights()
+            if contents(engine.module) != contents(model):
+                found["wrong"].append(f"{where}: the engine holds other weights")
+            sender = trainer._asyncsync._sender.worker
+            if (left := await sender.run(device.settings)) != (True, "default"):
+                found["wrong"].append(f"{where}: the sender thread was left at {left}")
+        if device.settings() != (True, "default") or any(is_mapped(one) for one in weights.values() if one.numel()):
+            found["wrong"].append(f"{where}: the loop's thread, or the trainer, was left otherwise")
+        return cancelling[0].reached
+
+    for method in ("describe_weights", "open_trainer_group", "join_trainer_group", "send_weights"):
+        for when in ("waiting", "handed over"):
+            at = 0
+            while await once(method, at, when):
+                at += 1
+            found["reached"][f"{method} {when}"] = at
+    return found
 
 
 # -- sharing ----------------------------------------------------------------------------------------------------------
@@ -448,7 +518,19 @@ def changed(variable: str, value: str) -> Iterator[None]:
 PROGRAMS: dict[str, Callable[[], Any]] = {
     program.__name__: program
     for program in (
-        *(reading, stale, naive_read, updated, refusing, released, resumed_in_the_middle, own_code, devices, sharing),
+        *(
+            reading,
+            stale,
+            naive_read,
+            updated,
+            refusing,
+            released,
+            cancelled,
+            resumed_in_the_middle,
+            own_code,
+            devices,
+            sharing,
+        ),
         *(statuses, broken),
     )
 }

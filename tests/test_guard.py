@@ -168,6 +168,32 @@ async def test_an_exit_that_fails_is_reported_and_its_thread_is_given_up() -> No
     assert "closed" in repr(thread)
 
 
+async def test_a_guard_that_is_queued_behind_an_exit_that_fails_is_not_entered() -> None:
+    saver, thread = FakeSaver(), WorkerThread("mine")
+    first, second = (memory_saver_guard(disable=saver.disable, thread=thread) for _ in range(2))
+    await first.__aenter__()
+    began, go_on = threading.Event(), threading.Event()
+
+    def busy() -> None:
+        began.set()
+        go_on.wait(10)
+
+    thread.submit(busy)
+    await asyncio.to_thread(began.wait, 10)
+    saver.fail_on_exit = True
+    leaving = asyncio.create_task(first.__aexit__(None, None, None))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)  # its clean-up is a task of its own
+    entering = asyncio.create_task(second.__aenter__())
+    await asyncio.sleep(0)
+    left = thread.submit(lambda: saver.tracking)
+    go_on.set()
+    for outcome in await asyncio.gather(leaving, entering, return_exceptions=True):
+        assert isinstance(outcome, MemorySaverError)
+    assert left.result(10), "nothing is left open"
+    assert saver.sections == 1
+
+
 async def test_an_exit_that_fails_rides_along_with_the_first_error() -> None:
     saver = FakeSaver()
     saver.fail_on_exit = True

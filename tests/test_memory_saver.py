@@ -213,6 +213,13 @@ def test_nothing_is_written_to_memory_that_an_engine_has_released(run: Callable[
     assert found["awake"] == [[0.0, 1.0, 2.0, 3.0], [0.0, 1.0, 2.0]]
 
 
+def test_a_trainer_that_is_cancelled_at_any_await_leaves_every_thread_as_it_was(run: Callable[..., Found]) -> None:
+    found = run("cancelled")
+    assert found["wrong"] == []
+    assert all(found["reached"].values())
+    assert found["reached"]["send_weights waiting"] >= 6
+
+
 def test_a_trainer_that_is_resumed_in_the_middle_fails_the_update(run: Callable[..., Found]) -> None:
     found = run("resumed_in_the_middle")
     assert "was resumed in the middle of an update" in found["error"]
@@ -222,7 +229,8 @@ def test_a_trainer_that_is_resumed_in_the_middle_fails_the_update(run: Callable[
 def test_what_the_trainers_own_code_allocates_in_an_update_is_untracked(run: Callable[..., Found]) -> None:
     found = run("own_code")
     assert {who: set(tracked) for who, tracked in found.items()} == {
-        **{who: {False} for who in ("before_update", "after_update", "function", "describe", "gather")},
+        **{who: {False} for who in ("before_update", "after_update", "function", "describe", "gather", "clean-up")},
+        "engine": {False},
         **{who: {True} for who in ("bystander", "bystander on a thread")},
     }
 
