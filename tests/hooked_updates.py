@@ -376,7 +376,7 @@ async def _awaiting(what: Awaitable[None]) -> None:
 
 
 async def cancelled() -> Found:
-    """A trainer rank that is cancelled at each await of an update: the next one works, and every thread is as it was."""
+    """A trainer rank that is cancelled at each await of an update: the next one works, every thread is as it was."""
     model = Zoo(1)
     weights = on_device(dict(model.state_dict(keep_vars=True)))
     engine = ToldEngine(zoo(50))
