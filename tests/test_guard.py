@@ -136,6 +136,33 @@ async def test_cancelled_in_the_middle_it_waits_for_the_running_call_and_leaves_
     thread.close()
 
 
+@pytest.mark.parametrize("offload", [None, False])
+async def test_a_call_that_is_cancelled_has_ended_when_its_wait_has(offload: bool | None) -> None:
+    began, go_on, ended = threading.Event(), threading.Event(), threading.Event()
+    seen: list[bool] = []
+
+    def work() -> None:
+        began.set()
+        go_on.wait(10)
+        ended.set()
+
+    async def guarded_work() -> None:
+        async with memory_saver_guard(offload=offload, disable=FakeSaver().disable) as guarded:
+            try:
+                await guarded.run(work)
+            finally:
+                seen.append(ended.is_set())
+
+    task = asyncio.create_task(guarded_work())
+    await asyncio.to_thread(began.wait, 10)
+    task.cancel()
+    await asyncio.sleep(0)
+    go_on.set()
+    await asyncio.wait([task])
+    assert task.cancelled()
+    assert seen == [True]
+
+
 async def test_cancelled_on_entry_it_is_left_again() -> None:
     saver, thread, began, go_on = FakeSaver(), WorkerThread("mine"), threading.Event(), threading.Event()
 
