@@ -93,6 +93,15 @@ async def test_an_update_wakes_the_weights_before_the_first_bucket_and_the_rest_
         await assert_serves(engine, sglang, trainer, 2)
 
 
+async def test_what_an_earlier_pause_has_put_back_does_not_go_on_without_its_cache() -> None:
+    async with asleep({"kv_cache"}) as (trainer, engine, sglang, synchronizer):
+        sglang.before["flush_cache"] = lambda fields: {"success": False, "message": "requests are queued"}
+        await synchronizer.update_weights()
+        assert "pause retract" in sglang.calls
+        assert sglang.calls.count("continue_generation") == 1
+        await assert_serves(engine, sglang, trainer, 2)
+
+
 async def test_an_engine_that_has_slept_before_anybody_met_it() -> None:
     (engine, sglang), trainer = adapter(), Llama(1)
     await engine.release_memory_occupation()
@@ -343,8 +352,9 @@ async def test_weights_that_are_lost_are_not_repaired_by_an_update_of_some_of_th
         assert sglang.crashes == []
 
 
-async def test_requests_that_wait_at_a_sleeping_engine_are_not_let_in_to_be_aborted() -> None:
-    async with asleep(policy="abort", timeout=4) as (trainer, engine, sglang, synchronizer):
+@pytest.mark.parametrize("tags", [ALL, {"kv_cache"}], ids=["all", "the cache"])
+async def test_requests_that_wait_at_a_sleeping_engine_are_not_let_in_to_be_aborted(tags: set[str]) -> None:
+    async with asleep(tags, policy="abort", timeout=4) as (trainer, engine, sglang, synchronizer):
         left = asyncio.Event()
 
         async def read() -> None:
