@@ -73,6 +73,8 @@ async def catch_up(
     if holds(status, published):
         await joiner.call(lambda engine: engine.resume_generation(connection.next_epoch([status])), CLEANUP_TIMEOUT)
         return True
+    if status.released:
+        return False  # only an update wakes an engine
     if status.newest_version >= published.version:
         return False  # it has seen this number, of another synchronizer's or in part: it needs a whole update
     if status.whole_tensors and not status.staged:

@@ -25,9 +25,10 @@ from asyncsync.attempt import Orders
 from asyncsync.buckets import TensorSpec, joint_digest, refuse_rivals
 from asyncsync.clock import UpdateClock
 from asyncsync.engines.base import CheckedEngine, RolloutEngine
-from asyncsync.errors import ConnectError, PlanError
+from asyncsync.engines.waking import asleep_and_refused
+from asyncsync.errors import ConnectError, EngineError, PlanError
 from asyncsync.fanout import race, settle
-from asyncsync.fleet import LATE_TIMEOUT, PATIENCE, Fleet, Member
+from asyncsync.fleet import LATE_TIMEOUT, PATIENCE, Fleet, Member, combine_errors
 from asyncsync.messages import (
     Backend,
     ChecksumPart,
@@ -114,6 +115,7 @@ class Connection:
         partial: Whether engines may hold names that are not sent.
         backend: The groups' backend; ``"auto"`` is NCCL if every weight is on a GPU, else gloo.
         policy: What is done with requests in flight.
+        wake: Whether engines that sleep may be woken by an update.
         timeout: Seconds for an operation of a group.
 
     Attributes:
@@ -128,6 +130,7 @@ class Connection:
         partial: bool,
         backend: BackendChoice,
         policy: Policy,
+        wake: bool,
         timeout: float,
     ) -> None:
         self._sources = sources
@@ -135,6 +138,7 @@ class Connection:
         self._partial = partial
         self._backend = backend
         self._policy = policy
+        self._wake = wake
         self._timeout = timeout
         self.layout: Layout | None = None
         self._parts: tuple[tuple[TensorSpec, ...], ...] = ((),) * len(sources.all)
@@ -162,6 +166,7 @@ class Connection:
                     newest_version=order.version,
                     tainted=None,
                     paused=False,
+                    released=(),  # or it was put to sleep since: then it wakes by the next order, or refuses it
                 )
                 for member, status in self._engines.items()
             }
@@ -206,6 +211,7 @@ class Connection:
             base_epoch=base_epoch,
             timeout=clock.limit("transfer"),
             lease=clock.remaining,
+            wake=self._wake,
         )
         wanted: dict[tuple[ChecksumPart, ...], str] = {}  # engines that are alike want the same, which is taken once
         checks = {
@@ -244,6 +250,7 @@ class Connection:
             )
             sources: list[TrainerStatus] = answers["sources"]
             engines: dict[Member, EngineStatus] = answers["engines"]
+            self._refuse_asleep(engines)
             whole_tensors = any(status.whole_tensors for status in engines.values())
             if whole_tensors != self._options.whole_tensors:
                 self._options = replace(self._options, whole_tensors=whole_tensors)
@@ -271,6 +278,18 @@ class Connection:
                 )
                 await self._connect(clock, sources, standing, alone, backend)
         return engines
+
+    def _refuse_asleep(self, engines: Mapping[Member, EngineStatus]) -> None:
+        if self._wake:
+            return
+        asleep = {member: status.released for member, status in engines.items() if status.released}
+        if asleep:
+            raise combine_errors(
+                [
+                    EngineError(f"{member.name}: {asleep_and_refused(released)}", engine=member.name)
+                    for member, released in asleep.items()
+                ]
+            )
 
     async def _describe_sources(self) -> list[TrainerStatus]:
         return list(

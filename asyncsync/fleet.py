@@ -58,6 +58,7 @@ class Member:
         was_called: Whether it was called; then it may keep something open for more.
         was_waiting: Whether the last call that it did not answer was one in which it waits for others.
         gone: The error that says that its process is gone; None once it has answered again.
+        sleeps: Whether it was ever seen asleep: after a failed update it may take its time to go back to that.
         is_lost: Whether it did not answer when an update failed. Until it does, no call to it takes longer than
             :data:`LOST_TIMEOUT`.
     """
@@ -71,6 +72,7 @@ class Member:
         self.was_waiting = False
         self.gone: EngineError | None = None
         self.is_lost = False
+        self.sleeps = False
         self._silent = silent
         self._calls: set[asyncio.Timeout] = set()
         self._expelled = False
@@ -274,6 +276,7 @@ class Fleet:
         statuses = await self.all(lambda engine: engine.describe_engine(), timeout=timeout)
         seen: dict[str, str] = {}
         for member, status in statuses.items():
+            member.sleeps |= bool(status.released)
             for instance in status.instance.split("+"):
                 if instance in seen:
                     raise ConnectError(f"{member.name} and {seen[instance]} are the same engine, or share a rank")

@@ -41,6 +41,12 @@ Policy: TypeAlias = Literal["drain", "abort", "recompute", "continue"]
 """What happens to requests in flight: they finish first, end now, or go on with the cache recomputed or kept."""
 
 
+Asleep: TypeAlias = Literal["wake", "refuse"]
+"""What an update does with an engine whose memory is released: it wakes what it must, or it refuses to begin."""
+
+WEIGHTS = "weights"
+"""The tag of the memory that an engine's weights lie in; other tags are the engine's own affair."""
+
 _RANDOM_BITS = 32
 
 
@@ -187,6 +193,8 @@ class EngineStatus:
         paused: Whether an update has paused it, and it was not resumed yet, where that is known.
         checks: Whether it can compare what it has loaded with the trainer's (:class:`asyncsync.CheckedEngine`).
         control_group: Whether its control calls are answered while its other methods run.
+        released: Which of its memory it has released, by tag, as far as is known: it is asleep. ``"weights"``, and
+            whatever else it has (``"kv_cache"``).
     """
 
     instance: str
@@ -211,6 +219,7 @@ class EngineStatus:
     checks: bool = False
     paused: bool = False
     control_group: bool = True
+    released: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -260,6 +269,8 @@ class UpdateOrder:
         lease: Seconds after which the whole update is over: what was not taken into service by then never will be.
         shards: Common part of the names of the groups that shards come through, if any do.
         checksums: To a source: what engines want checksums of.
+        wake: To an engine: whether it is to wake what it has released: its weights before they are written, all else
+            once they are whole. If not, one that sleeps refuses the order.
     """
 
     epoch: int
@@ -272,6 +283,7 @@ class UpdateOrder:
     lease: float = math.inf
     shards: str | None = None
     checksums: Checksums = field(default_factory=dict)
+    wake: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -282,7 +282,7 @@ class RankWorker:
                     stop = threading.Event()
                     witness = Witness(plan, order.checksums) if order.checksums else None
                     given = replace(snapshot, tensors=copies.tensors)
-                    sending.quiet = False
+                    sending.begun, sending.quiet = True, False
                     try:
                         digests = await guarded.run(
                             self._send, order.epoch, links, plan, given, stop, witness, on_cancel=stop.set
@@ -393,9 +393,14 @@ class RankWorker:
     async def abort_send(self, epoch: int) -> None:
         """See :class:`~asyncsync.trainer.Trainer`."""
         self._ended_epoch = max(self._ended_epoch, epoch)
-        if self._sending is not None and self._sending.epoch == epoch:
-            self._sending.scope.cancel()
-            await self._sending.ended.wait()
+        sending = self._sending
+        if sending is not None and sending.epoch == epoch:
+            sending.scope.cancel()
+            await sending.ended.wait()
+            if not sending.begun:
+                # An engine that receives by itself may be waiting for the first byte, and would go on to wait in the
+                # same group: for that of the next update.
+                self._sender.clean_up(self._close_links)
 
     def close(self) -> None:
         """Leave the group and let the rank's threads end. Does not wait."""
@@ -411,6 +416,7 @@ class _Sending:
     def __init__(self, epoch: int, scope: anyio.CancelScope) -> None:
         self.epoch = epoch
         self.scope = scope
+        self.begun = False
         self.quiet = True  # nothing touches the rank's buffers
         self.ended = asyncio.Event()
 

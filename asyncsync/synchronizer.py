@@ -46,7 +46,7 @@ from asyncsync.fleet import PATIENCE, Fleet, Member, combine_errors
 from asyncsync.lock import RolloutLock
 from asyncsync.losses import LateCalls, Losses, blamed
 from asyncsync.membership import Engines, Membership
-from asyncsync.messages import Backend, EngineStatus, NameMap, Policy, ReadOptions
+from asyncsync.messages import Asleep, Backend, EngineStatus, NameMap, Policy, ReadOptions
 from asyncsync.readers import Readers
 from asyncsync.report import EngineStatistics, SynchronizerStatistics, WeightUpdate
 from asyncsync.shared_lock import SharedRolloutLock
@@ -116,6 +116,10 @@ class WeightSynchronizer:
             their cache is computed anew under the new weights. ``"continue"``: they go on over the old cache. With the
             last two an update never waits for who is in :meth:`generation`. An engine that cannot do it is refused when
             it is connected.
+        asleep: What an update does with an engine that has released memory. ``"wake"``: it wakes the weights before
+            they are written, and all else (a KV cache) once they are whole, before the engine serves; if the update
+            fails, the engine is put back to sleep. ``"refuse"``: nothing is sent to it, and an EngineError names what
+            is released. For an engine that was put to sleep since the last update, that is the error of its transfer.
         on_engine_failure: What an update does when an engine fails, dies, or does not answer in time, and others do
             not. ``"raise"``: the others get the whole update, inside the same call and deadline; then an error with the
             outcomes is raised. The next update tries that engine again. ``"drop"``: the others get it, and the engine
@@ -144,6 +148,7 @@ class WeightSynchronizer:
         timeout: float = DEFAULT_TIMEOUT,
         offload: bool | None = None,
         policy: Policy = "drain",
+        asleep: Asleep = "wake",
         on_engine_failure: OnEngineFailure = "raise",
         lock: RolloutLock | SharedRolloutLock | None = None,
     ) -> None:
@@ -165,6 +170,8 @@ class WeightSynchronizer:
             raise ValueError(f'backend must be "auto", "gloo" or "nccl", not {backend!r}')
         if policy not in get_args(Policy):
             raise ValueError(f"policy must be one of {', '.join(get_args(Policy))}, not {policy!r}")
+        if asleep not in get_args(Asleep):
+            raise ValueError(f"asleep must be one of {', '.join(get_args(Asleep))}, not {asleep!r}")
         if on_engine_failure not in get_args(OnEngineFailure):
             raise ValueError(
                 f"on_engine_failure must be one of {', '.join(get_args(OnEngineFailure))}, not {on_engine_failure!r}"
@@ -192,6 +199,7 @@ class WeightSynchronizer:
             partial=partial,
             backend=backend,
             policy=self._policy,
+            wake=asleep == "wake",
             timeout=timeout,
         )
         self._busy = asyncio.Lock()

@@ -134,9 +134,10 @@ class Transaction:
             ends[None] = self._sources.race(lambda number, source: source.send_weights(orders.sources[number]))
             receipts = await race(ends)
             self._attempt.sent = receipts.pop(None)
-            for member, receipt in receipts.items():
+            for member, receipt in cast("dict[Member, EngineReceipt]", receipts).items():
+                member.sleeps |= receipt.slept
                 if receipt.digest is not None:
-                    self._attempt.digests[cast("Member", member)] = receipt.digest
+                    self._attempt.digests[member] = receipt.digest
             self._compare_digests()
 
     def _compare_digests(self) -> None:
@@ -288,6 +289,8 @@ class Transaction:
 
     def _patience(self, error: BaseException) -> float:
         """Seconds without an answer from anybody after which who is silent counts as lost."""
+        if any(member.sleeps for member in self._attempt.fleet.members):
+            return CLEANUP_TIMEOUT  # to put back to sleep what was woken takes time, in which nobody answers
         if isinstance(error, LinkLostError):
             return LINK_PATIENCE
         if isinstance(error, WeightUpdateTimeoutError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import asyncsync
+from asyncsync.packing import raw
 from tests.sample import contents, fingerprint
 
 
@@ -66,7 +67,26 @@ class EngineActor(Probe, asyncsync.ModuleEngine):
 
     def __init__(self, make: Callable[[], nn.Module], *, staged: bool = True) -> None:
         torch.set_num_threads(1)
+        self._gone: set[str] = set()
         super().__init__(make(), staged=staged)
+
+    def released_memory(self) -> set[str]:
+        """What is released; whatever the weights were is overwritten then."""
+        return self._gone
+
+    async def release_memory(self, tags: Collection[str]) -> None:
+        """Sleep."""
+        assert not self._gone & set(tags)
+        self._gone |= set(tags)
+        if "weights" in tags:
+            with torch.no_grad():
+                for tensor in self.module.state_dict(keep_vars=True).values():
+                    raw(tensor).fill_(91)
+
+    async def resume_memory(self, tags: Collection[str]) -> None:
+        """Wake up."""
+        assert self._gone.issuperset(tags)
+        self._gone -= set(tags)
 
     async def receiving(self) -> bool:
         """Whether it keeps what came of an update that is neither finished nor dropped."""

@@ -9,18 +9,24 @@ from typing import Any, Literal
 
 
 class CancelAt:
-    """Await a coroutine and cancel the current task at its n-th suspension.
+    """Await a coroutine and cancel a task, the current one if none is given, at its n-th suspension.
 
     ``waiting``: while the awaited future is pending; ``handed over``: in the turn in which it is done, but
     before the task learns of it. ``reached`` tells whether it came to that suspension.
     """
 
-    def __init__(self, coroutine: Coroutine[Any, Any, Any], at: int, when: Literal["waiting", "handed over"]) -> None:
-        self.coroutine, self.at, self.when = coroutine, at, when
+    def __init__(
+        self,
+        coroutine: Coroutine[Any, Any, Any],
+        at: int,
+        when: Literal["waiting", "handed over"],
+        task: asyncio.Task[Any] | None = None,
+    ) -> None:
+        self.coroutine, self.at, self.when, self.task = coroutine, at, when, task
         self.reached = False
 
-    def __await__(self) -> Generator[Any, Any, None]:
-        task = asyncio.current_task()
+    def __await__(self) -> Generator[Any, Any, Any]:
+        task = self.task or asyncio.current_task()
         assert task is not None
         inner = self.coroutine.__await__()
         step: Callable[[], Any] = partial(inner.send, None)
@@ -28,8 +34,8 @@ class CancelAt:
         while True:
             try:
                 future = step()
-            except StopIteration:
-                return
+            except StopIteration as ended:
+                return ended.value
             if suspensions == self.at:
                 self.reached = True
                 if future is None or self.when == "waiting":

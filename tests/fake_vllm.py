@@ -4,6 +4,10 @@ Its ranks are ours, as they run in vLLM's workers: real lines, real process grou
 as vLLM does: paused, they wait in a queue; ``wait`` lets those in flight end, ``abort`` ends them and those that wait,
 ``keep`` keeps them. A session is each worker's own. And if a worker fails, the answers of those after it stay where
 they are, and are taken for those to later calls.
+
+It sleeps as vLLM does (read in 0.32.0): at level 1 a copy of the weights is kept, at level 2 none. The executor's books
+of tags are not the workers', and what they do not allow is ignored with a warning. With all memory back, requests go
+on, whoever has paused them. What it would die of is noted as a crash: there, released weights are real garbage.
 """
 
 from __future__ import annotations
@@ -34,14 +38,16 @@ class FakeLLM:
 
     Attributes:
         calls: What was asked of it, in order.
-        sleeping: Whether it has been put to sleep.
+        released: On each worker, what is released, and whether a copy of it is kept.
+        crashes: What would have ended a real one.
         failing: Calls that fail, once; ``load`` fails in every worker, ``load 1`` in the second alone.
     """
 
     def __init__(self, *, ranks: int = 1, prefix_caching: bool = False) -> None:
         self.modules = [Chain(0) for _ in range(ranks)]
         self.calls: list[str] = []
-        self.sleeping = False
+        self.released: list[dict[str, bool]] = [{} for _ in self.modules]
+        self.crashes: list[str] = []
         self.failing: set[str] = set()
         self.backend = True
         self._ranks = [
@@ -50,10 +56,12 @@ class FakeLLM:
                 self._load_into(module),
                 device="cpu",
                 prefix_caching=prefix_caching,
-                asleep=lambda: self.sleeping,
+                released=lambda rank=rank: self.released[rank],  # type: ignore[misc]
             )
-            for module in self.modules
+            for rank, module in enumerate(self.modules)
         ]
+        self._kept: list[dict[str, Tensor]] = [{} for _ in self.modules]
+        self._sleeping_tags: set[str] = set()  # as the executor knows them
         self.answering: list[asyncio.Task[None]] = []
         self._mode: str | None = None  # how it is paused
         self._pauses = 0
@@ -82,6 +90,8 @@ class FakeLLM:
         @torch.no_grad()
         def load(weights: Iterator[tuple[str, Tensor]]) -> None:
             own = module.state_dict()
+            if "weights" in self.released[self.modules.index(module)]:
+                self.crashes.append("weights loaded while they are released")
             for number, (name, tensor) in enumerate(weights):
                 if number:
                     self._load_planned(self.modules.index(module))
@@ -132,9 +142,7 @@ class FakeLLM:
 
     def _asked(self, name: str) -> None:
         self.calls.append(name)
-        if name in self.failing:
-            self.failing.discard(name)
-            raise RuntimeError(f"planned: {name} fails")
+        self._fails(name)
 
     # -- what an AsyncLLM has -------------------------------------------------------------------------------------
 
@@ -151,12 +159,56 @@ class FakeLLM:
 
     async def resume_generation(self) -> None:
         self._asked("resume")
+        await self._go_on()
+
+    async def _go_on(self) -> None:
         async with self._changed:
             self._mode = None
             self._changed.notify_all()
 
     async def is_sleeping(self) -> bool:
-        return self.sleeping or self._mode is not None
+        return bool(self._sleeping_tags) or self._mode is not None
+
+    async def sleep(self, *, level: int = 1, mode: str = "abort") -> None:
+        await self.pause_generation(mode=mode, clear_cache=True)
+        self._asked(f"sleep {level}")
+        if "weights" not in self._sleeping_tags:
+            self._on_each(lambda rank: self._release(rank, level))
+            self._sleeping_tags |= {"weights", "kv_cache"}
+
+    @torch.no_grad()
+    def _release(self, rank: int, level: int) -> None:
+        self._fails(f"sleep on {rank}")
+        released, own = self.released[rank], self.modules[rank].state_dict()
+        if "weights" not in released:
+            self._kept[rank] = {name: tensor.clone() for name, tensor in own.items()} if level == 1 else {}
+            for tensor in own.values():
+                tensor.fill_(float("nan"))
+            released["weights"] = level == 1
+        released.setdefault("kv_cache", False)
+
+    async def wake_up(self, *, tags: list[str] | None = None) -> bool:
+        self._asked(f"wake {tags}")
+        if self._sleeping_tags.issuperset(tags or ()) and self._sleeping_tags:
+            self._on_each(lambda rank: self._get_back(rank, tags or ["weights", "kv_cache"]))
+            self._sleeping_tags -= set(tags or self._sleeping_tags)
+        if not self._sleeping_tags:
+            await self._go_on()
+        return not self._sleeping_tags
+
+    @torch.no_grad()
+    def _get_back(self, rank: int, tags: Sequence[str]) -> None:
+        self._fails(f"wake {tags} on {rank}")
+        if "weights" in tags and self.released[rank].pop("weights", False):
+            for name, tensor in self.modules[rank].state_dict().items():
+                tensor.copy_(self._kept[rank][name])
+        if "kv_cache" in tags:
+            self.released[rank].pop("kv_cache", False)
+
+    def _fails(self, name: str) -> None:
+        if name in self.failing:
+            self.failing.discard(name)
+            raise RuntimeError(f"planned: {name} fails")
 
     async def init_weight_transfer_engine(self, request: Any) -> None:
         self._asked("init")
@@ -220,6 +272,8 @@ class FakeLLM:
                         await self._changed.wait_for(lambda: self._mode != "keep")
                 if not switches or switches[-1][0] != self._label:
                     switches.append((self._label, len(tokens)))
+                if any(self.released):
+                    self.crashes.append("generated with memory that is not there")
                 before = tokens[-1] if tokens else prompt[-1]
                 following = {module.following(before) for module in self.modules}
                 assert len(following) == 1, "the ranks hold different weights"

@@ -2,6 +2,8 @@
 
 Groups are real: it joins them through the store it is told of, and takes bytes out of broadcasts, as SGLang does. What
 it cannot do is generate. It notes every call, and fails where it is told to.
+
+Weights that are released are really overwritten. What would end SGLang's process is noted as a crash.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, T
 from asyncsync.engines.sglang.calls import SGLangClient, SGLangFacts, facts_from
 from tests.sglang_bed import checksums
 
+ALL_TAGS = ("kv_cache", "weights", "cuda_graph")
 NO_SESSION = "no weight-update session is open; call begin_weight_update() first"
 NOT_BETWEEN = "update_weights_from_distributed must run between begin_weight_update() and end_weight_update()"
 TORN = "The full weights of the ModelRunner are partially updated. Please discard the whole weights."
@@ -64,6 +67,10 @@ class PretendedSGLang(SGLangClient):
         calls: What it was asked, in order; pauses with their mode.
         before: Called with its fields before a call of that name; what it returns is the answer, unless that is None.
         running: Whether requests are in flight; what ends them is up to the test.
+        held: How many requests a pause holds back.
+        served: How many have been.
+        released: The tags of its memory that is released.
+        crashes: What would have ended it.
     """
 
     def __init__(self, **facts: Any) -> None:
@@ -75,6 +82,10 @@ class PretendedSGLang(SGLangClient):
         self.session = False
         self.paused = False
         self.running = False
+        self.held = self.served = 0
+        self.released: set[str] = set()
+        self.crashes: list[str] = []
+        self._garbage: dict[str, Tensor] = {}
         self.groups: dict[str, Any] = {}
         self.calls: list[str] = []
         self.before: dict[str, Callable[[Mapping[str, Any]], Any]] = {}
@@ -102,6 +113,19 @@ class PretendedSGLang(SGLangClient):
         """Be another process, with the weights that it was started with."""
         self.model, self.label, self.session, self.paused = Llama(), label, False, False
         self.groups.clear()
+        self.released.clear()
+
+    def comes(self) -> None:
+        """Have a request come, that is over in a moment."""
+        if self.paused:
+            self.held += 1
+        else:
+            self._serves(1)
+
+    def _serves(self, count: int) -> None:
+        self.served += count
+        if count and self.released:
+            self.crashes.append("generated with memory that is not there")
 
     async def _get_weight_version(self) -> Any:
         return self.label
@@ -116,6 +140,8 @@ class PretendedSGLang(SGLangClient):
 
     async def _continue_generation(self) -> Any:
         self.paused = False
+        held, self.held = self.held, 0
+        self._serves(held)
 
     async def _abort_request(self, rid: str, abort_all: bool) -> Any:
         self.running = False
@@ -184,6 +210,8 @@ class PretendedSGLang(SGLangClient):
             buffers = [await asyncio.to_thread(_receive, self.groups[group_name], size) for size in messages]
         except RuntimeError as error:
             return _said(False, f"Failed to receive weights: {error}")
+        if names and "weights" in self.released:
+            self.crashes.append("weights written while they are released")
         flat, start = torch.cat([torch.empty(0, dtype=torch.uint8), *buffers]), 0
         held = dict(self.model.named_parameters())
         with torch.no_grad():
@@ -201,13 +229,32 @@ class PretendedSGLang(SGLangClient):
         return _said(True)
 
     async def _check_weights(self, action: str, selector: str) -> Any:
+        if "weights" in self.released:
+            self.crashes.append("weights read while they are released")
         return {"success": True, "message": "", "ranks": [{"checksums": checksums(self.model, 0, 1)}]}
 
     async def _release_memory_occupation(self, tags: list[str] | None) -> Any:
-        return None
+        if self.running:
+            self.crashes.append("released while requests run")
+        for tag in tags or ALL_TAGS:
+            if tag in self.released:
+                self.crashes.append(f"{tag} released twice")
+            self.released.add(tag)
+            if tag == "weights":
+                with torch.no_grad():
+                    for parameter in self.model.parameters():
+                        parameter.fill_(7)
+                self._garbage = {name: each.clone() for name, each in self.model.state_dict().items()}
 
     async def _resume_memory_occupation(self, tags: list[str] | None) -> Any:
-        return None
+        for tag in tags or ALL_TAGS:
+            if tag not in self.released:
+                self.crashes.append(f"{tag} resumed twice")
+            self.released.discard(tag)
+            if tag == "weights" and not all(
+                torch.equal(each, self._garbage[name]) for name, each in self.model.state_dict().items()
+            ):
+                self.crashes.append("weights written while they are released")
 
 
 def _receive(group: Any, size: int) -> Tensor:

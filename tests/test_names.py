@@ -11,6 +11,7 @@ from torch import nn
 import asyncsync
 from asyncsync import WeightSynchronizer
 from asyncsync.engines.gate import GenerationGate
+from asyncsync.engines.module import memory_of
 from asyncsync.engines.serving import ServedModule
 from asyncsync.rank_worker import RankWorker
 from tests.sample import contents
@@ -30,8 +31,9 @@ def with_names(base: Any, names: set[str]) -> Any:
 @pytest.mark.asyncio
 async def test_a_users_class_may_use_every_name_that_the_library_uses_inside() -> None:
     served = nn.Linear(2, 2)
+    other = asyncsync.ModuleEngine(served)
     inside = ServedModule(
-        lambda: served, staged=True, generations=GenerationGate(), flush=asyncsync.ModuleEngine(served).flush_cache
+        lambda: served, staged=True, generations=GenerationGate(), flush=other.flush_cache, memory=memory_of(other)
     )
     protocol = {name for name in dir(asyncsync.ModuleEngine) if not name.startswith("_")}
     engine = with_names(asyncsync.ModuleEngine, inner_names(ServedModule, inside) - protocol)(nn.Linear(2, 2))

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from asyncsync.testing import CHECKS
+import asyncsync.testing
+from asyncsync import WeightSynchronizer
+from asyncsync.testing import CHECKS, failed, serves, step
 from tests.sglang_engines import WITHOUT_RADIX_CACHE, SGLangSubject, in_actor, in_process, over_http
 from tests.tiny_model import save_tiny
 
@@ -48,3 +50,35 @@ async def test_conformance(subject: SGLangSubject, check: str) -> None:
 @pytest.mark.asyncio(loop_scope="module")
 async def test_tensor_parallel_in_process(two_ranks: SGLangSubject, check: str) -> None:
     await CHECKS[check](two_ranks)
+
+
+async def is_woken_and_put_back(subject: SGLangSubject) -> None:
+    """On a CPU SGLang has nothing to release: this shows that it takes these calls, in this order."""
+    async with WeightSynchronizer(subject.trainer, [subject.engine]) as synchronizer:
+        await synchronizer.update_weights()
+        for seed, tags in enumerate((None, ["kv_cache"], ["weights"], None), start=70):
+            step(subject.trainer, seed)
+            await subject.engine.release_memory_occupation(tags)
+            await synchronizer.update_weights()
+            assert (await subject.engine.describe_engine()).released == ()
+            await serves(subject, subject.trainer, f"after {tags or 'all'} was released")
+        await subject.engine.release_memory_occupation()
+    failing = asyncsync.testing._Failing(subject.trainer, after=2)
+    async with WeightSynchronizer(failing, [subject.engine], bucket_size=1024) as synchronizer:
+        assert "planned" in str(await failed(synchronizer.update_weights()))
+    status = await subject.engine.describe_engine()
+    assert status.released == ("cuda_graph", "kv_cache", "weights")
+    assert status.weight_version is None
+    async with WeightSynchronizer(subject.trainer, [subject.engine]) as synchronizer:
+        await synchronizer.update_weights()
+        await serves(subject, subject.trainer, "after it was put back to sleep")
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_an_engine_that_sleeps_is_woken_and_put_back_if_the_update_fails(subject: SGLangSubject) -> None:
+    await is_woken_and_put_back(subject)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_ranks_that_sleep_are_woken_and_put_back_if_the_update_fails(two_ranks: SGLangSubject) -> None:
+    await is_woken_and_put_back(two_ranks)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,11 +15,11 @@ from torch import nn
 import asyncsync
 from asyncsync.buckets import TensorSpec
 from asyncsync.engines.sglang.calls import SGLangFacts
+from asyncsync.engines.sglang.memory import Memory
 from asyncsync.engines.sglang.names import differing, key_of, match_names, parameter_of, parts_of
 from asyncsync.engines.sglang.policies import abilities
 from asyncsync.errors import (
     ConnectError,
-    EngineError,
     OutOfStepError,
     PlanError,
     TaintedEngineError,
@@ -48,6 +49,7 @@ def adapter(**facts: Any) -> tuple[asyncsync.SGLangEngine, PretendedSGLang]:
     options = {name: facts.pop(name) for name in ("parameter_names", "check_names") if name in facts}
     engine, sglang = asyncsync.SGLangEngine("http://pretended", **options), PretendedSGLang(**facts)
     engine._client = sglang
+    engine._memory = Memory(sglang)
     return engine, sglang
 
 
@@ -492,21 +494,31 @@ async def test_a_session_that_was_left_open_is_ended() -> None:
 
 
 @pytest.mark.asyncio
-async def test_asleep() -> None:
+async def test_an_engine_that_waits_for_bytes_is_told_that_none_will_come() -> None:
     engine, sglang = adapter()
     trainer = Llama(1)
-    async with asyncsync.WeightSynchronizer(trainer, [engine]) as synchronizer:
+    async with asyncsync.WeightSynchronizer(trainer, [engine], bucket_size=2048, timeout=8) as synchronizer:
         await synchronizer.update_weights()
-        await engine.release_memory_occupation(["weights"])
-        error, _ = await state_after(synchronizer.update_weights())
-        assert "asleep" in str(error)
-        assert sglang.calls.count("begin_weight_update") == 1
-        with pytest.raises(EngineError, match="not released: kv_cache"):
-            await engine.resume_memory_occupation(["kv_cache"])
-        await engine.resume_memory_occupation()
-        assert (await engine.describe_engine()).weight_version is None  # who knows what it holds
+        asked, receive = asyncio.Event(), sglang._update_weights_from_distributed
+
+        async def waits(**fields: Any) -> Any:
+            asked.set()
+            return await receive(**fields)
+
+        sglang._update_weights_from_distributed = waits  # type: ignore[method-assign, assignment]
+        assert synchronizer._own_trainer is not None
+        sender = synchronizer._own_trainer._sender  # busy, so that the source does not begin
+        go_on = threading.Event()
+        busy = sender.submit(go_on.wait)
+        update = asyncio.create_task(synchronizer.update_weights())
+        await asked.wait()
+        update.cancel()
+        asyncio.get_running_loop().call_soon(go_on.set)
+        await asyncio.wait([update])
+        assert busy.result(5)
+        assert not sglang.session, "it was not left waiting for the next update's bytes"
         await synchronizer.update_weights()
-        assert engine.weight_version == 2
+        assert same(sglang.model, trainer)
 
 
 @pytest.mark.asyncio

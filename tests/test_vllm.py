@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from asyncsync.testing import CHECKS
+from asyncsync import WeightSynchronizer
+from asyncsync.testing import CHECKS, failed, serves
 from tests.tiny_model import save_tiny
 from tests.vllm_engines import VLLMSubject, behind_http, in_process
 
@@ -35,3 +36,26 @@ async def subject(request: Any, tiny: Path) -> AsyncIterator[VLLMSubject]:
 @pytest.mark.asyncio(loop_scope="module")
 async def test_conformance(subject: VLLMSubject, check: str) -> None:
     await CHECKS[check](subject)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_vllm_takes_the_calls_by_which_an_engine_sleeps_and_wakes(subject: VLLMSubject) -> None:
+    """On a CPU its workers ignore them. What its executor notes, and when the scheduler goes on, is as on a GPU."""
+    client = subject.engine._client
+    await client.sleep(1)
+    await client.wake_up(["weights"])
+    assert await client.is_sleeping(), "in part"
+    await client.sleep(1)  # back again
+    await client.wake_up(["weights"])
+    await client.wake_up(["weights"])  # a second time: it is ignored
+    assert await client.is_sleeping()
+    await client.wake_up(None)
+    assert not await client.is_sleeping(), "the scheduler goes on by itself"
+    async with WeightSynchronizer(subject.trainer, [subject.engine]) as synchronizer:
+        await synchronizer.update_weights()
+        await serves(subject, subject.trainer, "after it was woken up")
+        await client.sleep(1)
+        assert "somebody else has paused it" in str(await failed(synchronizer.update_weights())), (
+            "all its memory is there"
+        )
+        await client.wake_up(None)

@@ -135,12 +135,12 @@ async def test_workers_say_themselves_whether_they_have_loaded_whatever_vllm_tak
 @pytest.mark.asyncio
 async def test_an_engine_that_sleeps_or_that_others_have_paused_is_refused() -> None:
     llm, model = FakeLLM(), Chain(1)
-    async with WeightSynchronizer(model, [asyncsync.VLLMEngine(llm)]) as synchronizer:
+    async with WeightSynchronizer(model, [asyncsync.VLLMEngine(llm)], asleep="refuse") as synchronizer:
         await synchronizer.update_weights()
-        llm.sleeping = True
+        await llm.sleep()
         for _ in range(2):
-            assert "asleep" in str(await failed(synchronizer.update_weights()))
-        llm.sleeping = False
+            assert "asleep (kv_cache, weights released)" in str(await failed(synchronizer.update_weights()))
+        await llm.wake_up()
         await llm.pause_generation(mode="keep", clear_cache=False)
         assert "somebody else has paused it" in str(await failed(synchronizer.update_weights()))
         await llm.resume_generation()
@@ -150,15 +150,16 @@ async def test_an_engine_that_sleeps_or_that_others_have_paused_is_refused() -> 
 @pytest.mark.asyncio
 async def test_an_engine_that_was_put_to_sleep_while_it_waits_for_repair_is_not_loaded_into() -> None:
     llm, model = FakeLLM(), Chain(1)
-    async with WeightSynchronizer(model, [asyncsync.VLLMEngine(llm)]) as synchronizer:
+    async with WeightSynchronizer(model, [asyncsync.VLLMEngine(llm)], asleep="refuse") as synchronizer:
         llm.failing.add("load")
         await failed(synchronizer.update_weights())
-        llm.sleeping = True
+        await llm.sleep()
         for _ in range(2):
             assert "asleep" in str(await failed(synchronizer.update_weights()))
-        llm.sleeping = False
+        await llm.wake_up()
         await synchronizer.update_weights()
         assert await serves(llm, model)
+    assert llm.crashes == []
 
 
 @pytest.mark.parametrize("how", ["asleep", "cancelled"])
@@ -428,17 +429,13 @@ async def test_an_engine_that_is_refused_leaves_nobody_listening() -> None:
 async def test_an_engine_that_was_put_to_sleep_while_the_weights_came_is_left_alone(policy: Policy) -> None:
     llm, model = FakeLLM(), Chain(1)
     engine = Probe(asyncsync.VLLMEngine(llm))
-    async with WeightSynchronizer(model, [engine], policy=policy) as synchronizer:
+    async with WeightSynchronizer(model, [engine], policy=policy, asleep="refuse") as synchronizer:
         await synchronizer.update_weights()
-
-        async def sleep() -> None:
-            llm.sleeping = True
-
-        engine.after["receive_weights"] = sleep
+        engine.after["receive_weights"] = llm.sleep
         llm.calls.clear()
         assert "asleep" in str(await failed(synchronizer.update_weights()))
-        assert llm.calls == []
-        llm.sleeping = False
+        assert [call for call in llm.calls if call != "pause abort True"] == ["sleep 1"]
+        await llm.wake_up()
         await synchronizer.update_weights()
         assert await serves(llm, model)
 
@@ -615,6 +612,7 @@ def test_no_call_but_those_that_are_named_can_be_made() -> None:
         "abort_weight_update",
         "note_pause",
         "check_pause",
+        "released_memory",
     }
 
 
@@ -650,6 +648,9 @@ async def test_the_servers_routes() -> None:
     await client.update({"epoch": 2})
     await client.finish_update("3")
     await client.finish_update(None)
+    await client.wake_up(["weights"])
+    await client.wake_up(None)
+    await client.sleep(2)
     assert (await client.is_sleeping(), await client.weight_version(), await client.checksums()) == (
         True,
         "3",
@@ -664,6 +665,9 @@ async def test_the_servers_routes() -> None:
         ("POST", "/update_weights", {"update_info": {"epoch": 2}}),
         ("POST", "/finish_weight_update", {"weight_version": "3"}),
         ("POST", "/finish_weight_update", {}),
+        ("POST", "/wake_up?tags=weights", None),
+        ("POST", "/wake_up", None),
+        ("POST", "/sleep?level=2&mode=keep", None),
         ("GET", "/is_sleeping", None),
         ("GET", "/weight_info", None),
         ("POST", "/weight_checker", {"action": "checksum"}),

@@ -252,11 +252,26 @@ def test_the_example_runs() -> None:
 
 
 def test_a_worker_sees_that_its_memory_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.device_allocator import AllocationData
     from vllm.device_allocator.cumem import CuMemAllocator
 
-    from asyncsync.engines.vllm.worker import memory_is_asleep
+    from asyncsync.engines.vllm.worker import released_memory
 
-    assert not memory_is_asleep()
-    allocator = SimpleNamespace(pointer_to_data={1: SimpleNamespace(is_asleep=True)})
-    monkeypatch.setattr(CuMemAllocator, "instance", allocator)
-    assert memory_is_asleep()
+    def piece(tag: str, *, asleep: bool = True, kept: bool = False) -> AllocationData:
+        handle = (0, 0, 0, 0)
+        return AllocationData(handle, tag, cpu_backup_tensor=torch.empty(1) if kept else None, is_asleep=asleep)
+
+    assert released_memory() == {}
+    pieces = [
+        piece("weights", kept=True),
+        piece("weights", kept=True),
+        piece("kv_cache"),
+        piece("runtime", asleep=False),
+    ]
+    monkeypatch.setattr(CuMemAllocator, "instance", SimpleNamespace(pointer_to_data=dict(enumerate(pieces))))
+    assert released_memory() == {"weights": True, "kv_cache": False}
+    pieces[1].cpu_backup_tensor = None
+    assert released_memory() == {"weights": False, "kv_cache": False}, "what is not kept whole is lost"
+    for each in pieces:
+        each.is_asleep = False
+    assert released_memory() == {}

@@ -90,12 +90,6 @@ class RolloutActor(asyncsync.VLLMActor):
     async def has_started(self, name: str) -> None:
         await self._started.setdefault(name, asyncio.Event()).wait()
 
-    async def sleep(self, level: int) -> None:
-        await self.llm.sleep(level)
-
-    async def wake_up(self) -> None:
-        await self.llm.wake_up()
-
     async def pid(self) -> int:
         return os.getpid()
 

@@ -16,9 +16,11 @@ class EngineReceipt:
     Attributes:
         digest: Digest of the whole set of weights, as the engine computed it from the bytes that arrived; None if it
             cannot tell, as one that receives by itself: what it has loaded is to be compared another way.
+        slept: Whether it had released memory. If the update fails now, it takes its time: to put that back to sleep.
     """
 
     digest: str | None
+    slept: bool = False
 
 
 class WeightReceiver(Protocol):

@@ -40,6 +40,7 @@ CALLS: Mapping[str, tuple[Any, Any]] = {
     "abort_weight_update": (tuple[int, int | None], EngineStatus),
     "note_pause": (tuple[int, bool], None),
     "check_pause": (tuple[int], None),
+    "released_memory": (tuple[()], dict[str, bool]),
 }
 """The calls that a rank answers: what they take, and what they return."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
@@ -12,6 +13,8 @@ from asyncsync import cluster
 from asyncsync.engines.base import EngineReceipt
 from asyncsync.engines.gate import GenerationGate
 from asyncsync.engines.serving import ServedModule
+from asyncsync.engines.waking import OwnMemory
+from asyncsync.errors import EngineError
 from asyncsync.messages import Contacts, EngineStatus, Layout, Policy, Rendezvous, UpdateOrder
 
 
@@ -50,7 +53,11 @@ class ModuleEngine:
         self.module = module
         # All that the library keeps lies in here, so that a class which includes this one may name its own as it likes.
         self._asyncsync = ServedModule(
-            lambda: self.module, staged=staged, generations=GenerationGate(), flush=lambda: self.flush_cache()
+            lambda: self.module,
+            staged=staged,
+            generations=GenerationGate(),
+            flush=lambda: self.flush_cache(),
+            memory=memory_of(self),
         )
 
     def __getattr__(self, name: str) -> Any:
@@ -77,6 +84,55 @@ class ModuleEngine:
 
     async def flush_cache(self) -> None:
         """Drop what was computed from older weights: for you to override; called before generation resumes."""
+
+    def released_memory(self) -> Collection[str]:
+        """Tags of the memory that is released now: for you to override, with the two below, if the engine can sleep.
+
+        ``"weights"`` is what the module's parameters and buffers lie in; other names are yours. The tensors must stay
+        those that they are: their bytes are gone, their shapes are not. An update wakes ``"weights"`` before it writes
+        them (a staged engine, when it switches) and all else after, before generation resumes; if it fails, what it
+        has woken is released again. Put the engine to sleep while nobody generates and no update is under way.
+
+        Example:
+            >>> @asyncsync.remote(num_gpus=1)
+            ... class Engine(asyncsync.ModuleEngine):
+            ...     def __init__(self):
+            ...         self.released = set()
+            ...         with torch_memory_saver.region(tag="weights"):
+            ...             super().__init__(build_model(), staged=False)
+            ...         with torch_memory_saver.region(tag="kv_cache"):
+            ...             self.cache = build_cache()
+            ...
+            ...     def released_memory(self):
+            ...         return self.released
+            ...
+            ...     async def release_memory(self, tags):  # call it yourself to have the engine sleep
+            ...         for tag in tags:
+            ...             await asyncio.to_thread(torch_memory_saver.pause, tag)
+            ...             self.released.add(tag)
+            ...
+            ...     async def resume_memory(self, tags):
+            ...         for tag in tags:
+            ...             await asyncio.to_thread(torch_memory_saver.resume, tag)
+            ...             self.released.discard(tag)
+        """
+        return ()
+
+    async def resume_memory(self, tags: Collection[str]) -> None:
+        """Get memory back; what lies in it does not matter, but for weights that no update brings (``partial=True``).
+
+        Args:
+            tags: Of it; all of them are released.
+        """
+        raise EngineError(f"{type(self).__name__} has memory released, and does not override resume_memory()")
+
+    async def release_memory(self, tags: Collection[str]) -> None:
+        """Release memory.
+
+        Args:
+            tags: Of it; none of them is released.
+        """
+        raise EngineError(f"{type(self).__name__} was woken by an update, and does not override release_memory()")
 
     @cluster.control
     async def weights_digest(self) -> str:
@@ -147,6 +203,15 @@ class ModuleEngine:
     async def give_weights(self, order: UpdateOrder) -> EngineReceipt:
         """See :meth:`asyncsync.GivingEngine.give_weights`."""
         return await self._asyncsync.give_weights(order)
+
+
+def memory_of(engine: ModuleEngine) -> OwnMemory:
+    """An engine's memory, by the methods that its class may override."""
+    return OwnMemory(
+        lambda: engine.released_memory(),
+        lambda tags: engine.resume_memory(tags),
+        lambda tags: engine.release_memory(tags),
+    )
 
 
 class Generation:

@@ -104,7 +104,7 @@ class ReceivingRanks(Generic[R]):
                 raise EngineError(
                     f"rank {rank} received other bytes than rank 0: digest {receipt.digest}, not {receipts[0].digest}"
                 )
-        return receipts[0]
+        return replace(receipts[0], slept=any(receipt.slept for receipt in receipts))
 
     async def abort_weight_update(self, epoch: int, published: int | None) -> EngineStatus:
         """See :meth:`asyncsync.RolloutEngine.abort_weight_update`. Ranks that differ are all tainted."""
@@ -185,6 +185,7 @@ def _join(statuses: Sequence[EngineStatus]) -> EngineStatus:
         },
         gives=False,
         control_group=all(status.control_group for status in statuses),
+        released=tuple(sorted({tag for status in statuses for tag in status.released})),
     )
 
 

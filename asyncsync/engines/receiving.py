@@ -127,6 +127,18 @@ class Receiver:
             raise OutOfStepError(f"this engine is not in the groups that the order names {ANOTHER}")
         return list(links)
 
+    def check(self, order: UpdateOrder, plan: Plan | None) -> Plan:
+        """Refuse an order that cannot be followed here (any more); gives the layout that was agreed on.
+
+        Raises:
+            OutOfStepError: Its groups, layout or epoch are not this engine's.
+        """
+        self._record.check_new(order)
+        if plan is None or plan.digest != order.plan_digest:
+            raise OutOfStepError(f"the layout of this update was not agreed on with this engine {ANOTHER}")
+        self.links(order)
+        return plan
+
     def close(self, links: Sequence[Link]) -> None:
         """Leave groups whose operations may still run."""
         for seat in self.seats.values():
@@ -154,9 +166,7 @@ class Receiver:
             if not last.ended.is_set():
                 raise EngineError(f"the update of epoch {last.order.epoch} is still being received")
             await self._worker.run(self._drop, last)  # nobody came to finish it
-            self._record.check_new(order)
-        if plan is None or plan.digest != order.plan_digest:
-            raise OutOfStepError(f"the layout of this update was not agreed on with this engine {ANOTHER}")
+        plan = self.check(order, plan)
         links = self.links(order)
         self._record.see(order.epoch)
         scope = anyio.CancelScope(deadline=anyio.current_time() + order.timeout)

@@ -141,6 +141,17 @@ class WeightRecord:
         self.tainted = f"{what}: the engine stays paused until a whole update repairs it"
         self._on_taint(self.tainted)
 
+    def lose(self, names: frozenset[str]) -> None:
+        """Note that its weights are gone: all that it was ever brought is torn.
+
+        Args:
+            names: What an update brings it.
+        """
+        self._torn |= names.union(*(held for held, _ in self._holds.values()))
+        self._holds.clear()
+        if self.tainted is None:
+            self.taint("its weights were released")
+
     def compare(self, epoch: int, published: int | None, names: frozenset[str]) -> None:
         """Note that other engines serve a version now: one that does not hold it is tainted.
 

@@ -12,7 +12,7 @@ import itertools
 import logging
 import math
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import replace
 
 from torch import Tensor, nn
@@ -23,10 +23,12 @@ from asyncsync.engines.base import EngineReceipt
 from asyncsync.engines.binding import Binding, bind, local_tensors, module_shards
 from asyncsync.engines.gate import Generations
 from asyncsync.engines.loading import InPlaceLoader, Loader, StagedLoader
+from asyncsync.engines.ranks import WITHIN_CLEANUP, also
 from asyncsync.engines.receiving import Receiver, Session
 from asyncsync.engines.record import WeightRecord, all_names
+from asyncsync.engines.waking import OwnMemory, Woken, asleep_and_refused, time_to_wake
 from asyncsync.errors import EngineError, OutOfStepError, PlanError, TaintedEngineError
-from asyncsync.messages import Contacts, EngineStatus, Layout, Policy, Rendezvous, UpdateOrder
+from asyncsync.messages import WEIGHTS, Contacts, EngineStatus, Layout, Policy, Rendezvous, UpdateOrder
 from asyncsync.packing import digest_weights
 from asyncsync.sending import OwnTensors, Sender
 from asyncsync.shield import shielded
@@ -43,6 +45,7 @@ class ServedModule:
         staged: Whether new weights are held beside the old.
         generations: What reads the weights.
         flush: Drops what was computed from older weights.
+        memory: What of its memory is released, and how that changes.
 
     Attributes:
         generations: What reads the weights.
@@ -57,9 +60,12 @@ class ServedModule:
         staged: bool,
         generations: Generations,
         flush: Callable[[], Awaitable[None]],
+        memory: OwnMemory,
     ) -> None:
         self._module = module
         self._flush = flush
+        self._memory = memory
+        self._woken = Woken()
         self._staged = staged
         self.generations = generations
         self._worker = WorkerThread("asyncsync-receiver")
@@ -94,6 +100,8 @@ class ServedModule:
         """
         if self._binding is None:
             raise EngineError("no layout yet: the digest of its weights has no order")
+        if WEIGHTS in self._memory.released:
+            raise EngineError("its weights are released: wake it up first")
         binding = self._binding
         if binding.shards:
             raise EngineError("this rank holds only shards of its weights, and the digest is that of the whole")
@@ -107,6 +115,7 @@ class ServedModule:
         if binding is not None and not await asyncio.to_thread(binding.fits, self._module()):
             binding = None
         shards = await asyncio.to_thread(module_shards, self._module())
+        released = self._look_at_memory()
         status = self.record.status(
             device=self._device(),
             staged=self._staged,
@@ -117,6 +126,7 @@ class ServedModule:
             shards=shards,
             gives=not shards,
             paused=self._paused_for is not None or self._switching,
+            released=tuple(sorted(released)),
         )
         session = self.receiver.session
         if session is not None and session.loader.touched and status.tainted is None:
@@ -150,7 +160,7 @@ class ServedModule:
         """See :meth:`asyncsync.RolloutEngine.pause_generation`."""
         self.record.see(epoch)
         self._paused_for = epoch
-        await self.generations.hold(policy)
+        await self._hold(policy)
 
     async def receive_weights(self, order: UpdateOrder) -> EngineReceipt:
         """See :meth:`asyncsync.RolloutEngine.receive_weights`."""
@@ -159,21 +169,26 @@ class ServedModule:
         if not fits or self._binding is not binding:
             # Before anything has begun: left groups would be heard at the other ends before this error is.
             raise OutOfStepError("the module's tensors were replaced since the layout was agreed on")
-        plan = None if binding is None else binding.plan
-        self.record.check_new(order)
+        plan = self.receiver.check(order, None if binding is None else binding.plan)
+        slept = bool(self._refuse_asleep(order))
         self._expect_end(order)
-        return EngineReceipt(digest=await self.receiver.receive(order, plan, self._loader_for))
+        self.record.see(order.epoch)
+        self._woken.begin(order.epoch, self.record.committed_epoch)
+        if not self._staged:
+            await self._wake({WEIGHTS}, time_to_wake(order))
+        return EngineReceipt(digest=await self.receiver.receive(order, plan, self._loader_for), slept=slept)
 
     async def finish_weight_update(self, order: UpdateOrder) -> None:
         """See :meth:`asyncsync.RolloutEngine.finish_weight_update`."""
         session = self.receiver.received(order.epoch)
+        self._refuse_asleep(order)
         if self._paused_for == order.epoch:  # else a pause that an earlier update left behind ends here
-            await self._worker.run(self._commit, session)
+            await self._switch(session)
             return
         self._switching = True
         try:
-            await self.generations.hold(order.policy)
-            await self._worker.run(self._commit, session)
+            await self._hold(order.policy)
+            await self._switch(session)
         except BaseException:
             await shielded(self._serve(order.epoch))
             raise
@@ -186,6 +201,7 @@ class ServedModule:
             giving.set()
         await self.receiver.abort()
         self.record.compare(epoch, published, all_names(self._plan))
+        await self._put_back(epoch)
         self._expect_no_end()
         return await self.describe_engine()
 
@@ -201,6 +217,7 @@ class ServedModule:
     async def give_weights(self, order: UpdateOrder) -> EngineReceipt:
         """See :meth:`asyncsync.GivingEngine.give_weights`."""
         self.record.see(order.epoch)
+        self._look_at_memory()
         if self.weight_version != order.version:
             raise OutOfStepError(f"this engine serves version {self.weight_version}, not {order.version}")
         binding = self._binding
@@ -242,11 +259,70 @@ class ServedModule:
 
     async def _give_up(self, order: UpdateOrder) -> None:
         session = self.receiver.session
+        if order.epoch == self.record.epoch:
+            self.record.end(order.epoch)  # a call that still waits for the engine to wake up must not go on
         if session is not None and session.order is order:
             _log.warning("update %d was not finished in time: is its conductor gone? It is dropped", order.version)
             await self.receiver.abort()
+        if order.epoch == self.record.epoch:
+            await self._put_back(order.epoch)
         if self._staged and self._paused_for == order.epoch:
             await self._serve(order.epoch)
+
+    def _look_at_memory(self) -> frozenset[str]:
+        """What is released now. Weights that are have lost what they were, also when they are back."""
+        released = self._memory.released
+        if WEIGHTS in released:
+            self.record.lose(all_names(self._plan))
+        return released
+
+    def _refuse_asleep(self, order: UpdateOrder) -> frozenset[str]:
+        if (released := self._look_at_memory()) and not order.wake:
+            raise EngineError(asleep_and_refused(released))
+        return released
+
+    async def _hold(self, policy: Policy) -> None:
+        if policy == "drain" and self._memory.released and "recompute" in self.generations.policies:
+            policy = "recompute"  # what an earlier pause has kept must not go on: its memory is not there
+        await self.generations.hold(policy)
+
+    async def _wake(self, tags: Collection[str], timeout: float) -> None:
+        self._woken.note(self._look_at_memory() & frozenset(tags))
+        await self._memory.wake(tags, timeout)
+
+    async def _put_back(self, epoch: int) -> None:
+        """After an update that failed: release what it has woken."""
+        record = self.record
+        tags = self._woken.to_put_back(epoch, record.committed_epoch, whole=record.tainted is None)
+        if not tags:
+            return
+        try:
+            await self._memory.put_back(tags, WITHIN_CLEANUP)
+        except EngineError as error:
+            _log.warning("after a failed update: %s", error)
+            record.taint(f"it could not be put back to sleep: {error}", all_names(self._plan))
+        self._look_at_memory()
+
+    async def _switch(self, session: Session) -> None:
+        """Take what was received into service; then all memory is there."""
+        self.receiver.received(session.order.epoch)  # else it was aborted, and what was woken now nobody would put back
+        if not self._staged and WEIGHTS in self._look_at_memory():
+            raise EngineError("its weights were released while they were being updated")
+        await self._wake({WEIGHTS}, time_to_wake(session.order))
+        await self._worker.run(self._commit, session)
+        await self._wake_all(session.order.epoch, time_to_wake(session.order))
+
+    async def _wake_all(self, epoch: int, timeout: float) -> None:
+        """After the weights of an update have come, wake the rest: nobody generates before that."""
+        try:
+            await self._wake(self._memory.released, timeout)
+        except BaseException as error:
+            if self._memory.released:
+                self.record.taint("it did not wake up whole", all_names(self._plan))
+                await also(error, self._put_back(epoch))
+            raise
+        if self.record.tainted is not None:
+            raise TaintedEngineError(self.record.tainted)  # its weights were released meanwhile, and woken here
 
     async def _serve(self, epoch: int) -> None:
         await self._worker.run(lambda: None)  # a load or a commit that has begun comes to its end
@@ -254,6 +330,8 @@ class ServedModule:
             await self._flush_and_resume(epoch)
 
     async def _flush_and_resume(self, epoch: int) -> None:
+        if self.record.committed_epoch == epoch:
+            await self._wake_all(epoch, WITHIN_CLEANUP)  # a commit whose caller was cancelled has left that to do
         if self._stale_cache:
             try:
                 await self._flush()

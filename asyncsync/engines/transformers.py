@@ -14,7 +14,7 @@ from asyncsync.engines.batching_config import stop_tokens
 from asyncsync.engines.completion import Completion, CompletionPart
 from asyncsync.engines.continuous_batch import ContinuousBatch
 from asyncsync.engines.gate import GenerationGate
-from asyncsync.engines.module import Generation, ModuleEngine
+from asyncsync.engines.module import Generation, ModuleEngine, memory_of
 from asyncsync.engines.request import Request
 from asyncsync.engines.serving import ServedModule
 from asyncsync.errors import ClosedError
@@ -31,7 +31,11 @@ class _GeneratingModule(ServedModule):
         self.gate = GenerationGate()
         self.batched = BatchedGenerations(batch, lambda: self.weight_version, self.gate)
         super().__init__(
-            lambda: engine.module, staged=staged, generations=self.batched, flush=lambda: engine.flush_cache()
+            lambda: engine.module,
+            staged=staged,
+            generations=self.batched,
+            flush=lambda: engine.flush_cache(),
+            memory=memory_of(engine),
         )
         batch.start(self.batched)
 

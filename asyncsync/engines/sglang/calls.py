@@ -52,11 +52,15 @@ class SGLangUnreachableError(SGLangError):
     """The engine gave no answer: it may have done what was asked, or may do so yet."""
 
 
+class SGLangRefusalError(SGLangError):
+    """The engine answered no. What it was asked was not done, but for what its words say."""
+
+
 class NotFlushedError(SGLangError):
     """The weights were loaded; what failed is the flush of the cache after it, since requests were running."""
 
 
-class UnsupportedBySGLangError(SGLangError):
+class UnsupportedBySGLangError(SGLangRefusalError):
     """This engine, or the actor in front of it, cannot do what was asked. Nothing was done."""
 
 
@@ -76,6 +80,7 @@ class SGLangFacts:
         radix_cache: Whether it keeps keys and values of old prompts for new ones.
         overlap_schedule: Whether a token may be on its way while the next is scheduled.
         memory_saver: Whether it can release its memory (``enable_memory_saver``).
+        weights_kept: Whether it keeps a copy of weights that it releases (``enable_weights_cpu_backup``).
         speculative: Whether it has a draft model.
         sessions: Whether updates run between ``begin_weight_update`` and ``end_weight_update``.
         pause_modes: Modes of ``pause_generation`` that it takes.
@@ -109,6 +114,7 @@ class SGLangFacts:
     checksums: bool = True
     aborts: bool = True
     timed_flush: bool = True
+    weights_kept: bool | None = None
 
 
 class SGLangClient(ABC):
@@ -143,7 +149,7 @@ class SGLangClient(ABC):
         success, message = outcome_of(answer)
         if not success:
             # Only its words tell this failure from one after which the weights are half new.
-            kind = NotFlushedError if message.startswith(_UPDATED_NOT_FLUSHED) else SGLangError
+            kind = NotFlushedError if message.startswith(_UPDATED_NOT_FLUSHED) else SGLangRefusalError
             raise kind(message, call)
         return answer
 
@@ -321,6 +327,7 @@ def facts_from(info: Mapping[str, Any], *, sessions: bool, **capabilities: Any) 
         radix_cache=negated("disable_radix_cache"),
         overlap_schedule=negated("disable_overlap_schedule"),
         memory_saver=info.get("enable_memory_saver"),
+        weights_kept=info.get("enable_weights_cpu_backup"),
         speculative=bool(info["speculative_algorithm"]) if "speculative_algorithm" in info else None,
         sessions=sessions,
         **capabilities,

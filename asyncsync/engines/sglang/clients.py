@@ -20,6 +20,7 @@ from asyncsync.engines.sglang.calls import (
     SGLangClient,
     SGLangError,
     SGLangFacts,
+    SGLangRefusalError,
     SGLangUnreachableError,
     UnsupportedBySGLangError,
     facts_from,
@@ -45,6 +46,7 @@ _SESSION = ("begin_weight_update", "end_weight_update")
 _INFO = (
     *("tp_size", "dp_size", "pp_size", "device", "dtype", "quantization", "model_path", "speculative_algorithm"),
     *("disable_radix_cache", "disable_overlap_schedule", "enable_memory_saver"),
+    "enable_weights_cpu_backup",
 )
 
 
@@ -122,6 +124,8 @@ class HTTPClient(SGLangClient):
             return {"success": _known(answer, call).status == 200, "message": answer.body}
         path = "/weights_checker" if call == "check_weights" else f"/{call}"
         answer = _known(await self._send(self._admin, "POST", path, json=fields), call)
+        if answer.status >= 500 and "success" not in answer.fields:  # maybe a proxy's, and no answer to what was asked
+            raise SGLangError(f"HTTP {answer.status}: {str(answer.body)[:500]}", call)
         if answer.status >= 400 and "success" not in answer.fields:
             return {"success": False, "message": f"HTTP {answer.status}: {str(answer.body)[:500]}"}
         return answer.body
@@ -140,7 +144,7 @@ class HTTPClient(SGLangClient):
         except ServerUnreachableError as error:
             raise SGLangUnreachableError(str(error)) from error
         if answer.status in (401, 403):
-            raise SGLangError(f"HTTP {answer.status}: the API key is refused (api_key, admin_api_key)", path)
+            raise SGLangRefusalError(f"HTTP {answer.status}: the API key is refused (api_key, admin_api_key)", path)
         return answer
 
 

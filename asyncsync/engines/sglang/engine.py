@@ -22,14 +22,17 @@ from asyncsync import cluster
 from asyncsync.buckets import Plan, list_names
 from asyncsync.engines.asked import as_engine_error
 from asyncsync.engines.base import EngineReceipt
+from asyncsync.engines.ranks import WITHIN_CLEANUP
 from asyncsync.engines.record import ANOTHER, WeightRecord, all_names
 from asyncsync.engines.sglang.calls import Selector, SGLangClient, SGLangError, SGLangFacts
 from asyncsync.engines.sglang.clients import client_for
 from asyncsync.engines.sglang.groups import Membership
 from asyncsync.engines.sglang.layouts import Accepted, LayoutCheck
+from asyncsync.engines.sglang.memory import Memory
 from asyncsync.engines.sglang.names import ParameterNames
 from asyncsync.engines.sglang.policies import Pausing, abilities
 from asyncsync.engines.sglang.updates import Loading, Update
+from asyncsync.engines.waking import Woken, asleep_and_refused, time_to_wake
 from asyncsync.errors import (
     ConnectError,
     EngineError,
@@ -37,15 +40,13 @@ from asyncsync.errors import (
     TaintedEngineError,
     TransferError,
 )
-from asyncsync.messages import Checksums, Contacts, EngineStatus, Layout, Policy, Rendezvous, UpdateOrder
+from asyncsync.messages import WEIGHTS, Checksums, Contacts, EngineStatus, Layout, Policy, Rendezvous, UpdateOrder
 from asyncsync.shield import CLEANUP_TIMEOUT, shielded
 
 T = TypeVar("T")
 
 CALL_TIMEOUT = 60.0
 """Seconds, by default, that one call to an HTTP server may take."""
-
-_ALL_TAGS = ("weights", "kv_cache", "cuda_graph")
 
 _log = logging.getLogger("asyncsync")
 
@@ -81,9 +82,14 @@ class SGLangEngine:
     synchronizer ``bucket_size=1``, so that each tensor is a bucket of its own. If it takes no ``weight_version`` either
     (and its ``update_weight_version`` no ``abort_all_requests``), the label that answers tell stays what it was.
 
-    SGLang does not tell whether it sleeps: let it sleep and wake by :meth:`release_memory_occupation` and
-    :meth:`resume_memory_occupation` here, and an update while it sleeps is refused, and one that woke is not served
-    until it was updated. What sends it to sleep by another way must not be followed by an update.
+    SGLang does not tell whether it sleeps: let it sleep by :meth:`release_memory_occupation` here. An update then wakes
+    it (``asleep="wake"``): the weights before the first bucket, all else once they are whole, while it is paused; and
+    puts it back to sleep if it fails. Once its weights were released it holds no version until it was updated, and with
+    ``partial=True`` an update cannot bring what it has lost: it is refused, unless the engine was started with
+    ``enable_weights_cpu_backup=True``. Requests that are sent to it while it sleeps wait once an update has paused it;
+    before that they would end it. What sends it to sleep by another way must not be followed by an update. Nobody puts
+    it back to sleep if the process with this adapter dies in an update. (On a CPU, where all this is tested, SGLang has
+    no memory to release: what it does on a GPU was read, in 0.5.23.)
 
     Use one of these for an engine, and one synchronizer at a time, or several that share a lock.
 
@@ -136,7 +142,10 @@ class SGLangEngine:
         self._groups: dict[int, Membership] = {}  # by source
         self._update: Update | None = None
         self._paused_for: int | None = None  # the epoch of the update it is paused for
-        self._asleep: frozenset[str] = frozenset()
+        self._memory = Memory(self._client)
+        self._woken = Woken()
+        self._goes_on_awake = False  # it is to be resumed when it was woken: its weights are whole
+        self._lost_weights = False  # they were released, with no copy kept, and not all were brought anew
 
     def __repr__(self) -> str:
         return f"<SGLangEngine {self._client!r}: {self._record!r}>"
@@ -159,7 +168,12 @@ class SGLangEngine:
 
         Raises:
             ConnectError: It has no ranks that could receive.
+            EngineError: It did not answer, or whether it sleeps is not known.
         """
+        self._memory.check()
+        return await self._describe()
+
+    async def _describe(self) -> EngineStatus:
         known = await self._know()
         await self._look_whether_same()
         policies, cannot = abilities(known.facts)
@@ -176,6 +190,7 @@ class SGLangEngine:
             partial=accepted is not None and accepted.partial,
             checks=known.check.checks,
             paused=self._paused_for is not None,
+            released=tuple(sorted(self._memory.missing)),
         )
         # The label is a version, if a synchronizer before this one has set it; the next is to be newer.
         labelled = max((int(label) for label in self._labels if label.isdecimal()), default=0)
@@ -220,10 +235,11 @@ class SGLangEngine:
         """See :meth:`asyncsync.RolloutEngine.pause_generation`."""
         pausing = (await self._know()).pausing
         self._record.see(epoch)
-        self._refuse_asleep()
+        self._memory.check()
         again = self._paused_for == epoch and policy == "abort"
-        self._paused_for = epoch
-        torn = self._record.tainted is not None or self._update is not None
+        self._paused_for, self._goes_on_awake = epoch, False
+        # Nor may anything go on that has no memory to go on with.
+        torn = self._record.tainted is not None or self._update is not None or bool(self._memory.released)
         if again and not torn:
             await self._asked(pausing.hold_newcomers())
         else:
@@ -238,12 +254,15 @@ class SGLangEngine:
         if accepted is None or accepted.plan.digest != order.plan_digest:
             raise OutOfStepError(f"the layout of this update was not agreed on with this engine {ANOTHER}")
         groups = self._groups_of(order, accepted.plan)
-        self._refuse_asleep()
+        await self._check_memory(order, accepted)
         self._record.see(order.epoch)
+        self._woken.begin(order.epoch, self._record.committed_epoch)
+        slept = bool(self._memory.released)
         update: Update | None = None
         try:
             async with asyncio.timeout(order.timeout) as limit:
                 update = self._update = Update(order, accepted.plan, accepted.names, limit)
+                await self._wake(self._memory.released & {WEIGHTS}, time_to_wake(order))
                 await self._asked(known.loading.load(update, groups))
         except OutOfStepError:
             self._renew()
@@ -255,7 +274,7 @@ class SGLangEngine:
                 if not update.received:
                     self._taint_if_touched(update)
                 update.ended.set()
-        return EngineReceipt(digest=None)
+        return EngineReceipt(digest=None, slept=slept)
 
     async def finish_weight_update(self, order: UpdateOrder) -> None:
         """See :meth:`asyncsync.RolloutEngine.finish_weight_update`."""
@@ -267,25 +286,30 @@ class SGLangEngine:
         names = all_names(update.plan)
         try:
             await self._asked((await self._know()).loading.finish(update))
+            await self._wake(self._memory.released, time_to_wake(order))
         except BaseException:
             self._record.taint(f"update {order.version} could not be finished", names)
             raise
         self._update = None
+        if self._accepted is not None and not self._accepted.partial:
+            self._lost_weights = False
         self._record.committed(order, names, None)
 
     async def abort_weight_update(self, epoch: int, published: int | None) -> EngineStatus:
         """See :meth:`asyncsync.RolloutEngine.abort_weight_update`.
 
-        SGLang itself does not know that it must not serve: it is paused, and what is in flight ends.
+        SGLang itself does not know that it must not serve: it is paused, and what is in flight ends. What the update
+        has woken is put back to sleep.
         """
         self._record.end(epoch)
         names = self._all_names()
         await self._give_up()
         self._record.compare(epoch, published, names)
-        if self._record.tainted is not None and self._paused_for is None and not self._asleep:
+        await self._put_back(epoch)
+        if self._record.tainted is not None and self._paused_for is None and not self._memory.missing:
             self._paused_for = epoch
             await self._asked((await self._know()).pausing.hold("abort", torn=True))
-        return await self.describe_engine()
+        return await self._describe()
 
     async def resume_generation(self, epoch: int) -> None:
         """See :meth:`asyncsync.RolloutEngine.resume_generation`."""
@@ -313,30 +337,91 @@ class SGLangEngine:
     # -- sleeping -------------------------------------------------------------------------------------------------
 
     async def release_memory_occupation(self, tags: Sequence[str] | None = None) -> None:
-        """Let the engine sleep: release its memory.
+        """Let the engine sleep: release its memory. No request may run, or SGLang ends.
 
         Args:
-            tags: ``"weights"``, ``"kv_cache"`` or ``"cuda_graph"``; None: all.
+            tags: ``"weights"``, ``"kv_cache"`` or ``"cuda_graph"``; None: all that is not released.
+
+        Raises:
+            EngineError: It is released already, SGLang's process would end; or an update is under way.
         """
-        self._asleep |= frozenset(tags or _ALL_TAGS)
-        await self._asked(self._client.release_memory_occupation(tags))
+        self._refuse_in_update()
+        known = await self._know()
+        if not tags or WEIGHTS in tags:
+            await self._asked(known.check.learn_names())
+        try:
+            await self._asked(self._memory.release(tags))
+        finally:
+            if WEIGHTS in self._memory.missing:
+                self._lose_weights()
 
     async def resume_memory_occupation(self, tags: Sequence[str] | None = None) -> None:
-        """Wake the engine. If its weights were released, it must not serve until they were brought anew.
+        """Wake the engine; an update does so by itself. If its weights were released, it must not serve before one.
 
         Args:
             tags: What to get back; None: all that was released.
 
         Raises:
-            EngineError: It was not released by this adapter: SGLang's process would end.
+            EngineError: It was not released by this adapter: SGLang's process would end; or an update is under way.
         """
-        back = frozenset(tags) if tags else self._asleep
-        if not back or back - self._asleep:
-            raise EngineError(f"not released: {list_names(set(back - self._asleep)) or 'anything'}")
-        await self._asked(self._client.resume_memory_occupation(sorted(back)))
-        self._asleep -= back
-        if "weights" in back:
-            self._record.taint("its weights were released", self._all_names())
+        self._refuse_in_update()
+        await self._asked(self._memory.resume(tags))
+        if self._goes_on_awake and not self._memory.released and self._record.tainted is None:
+            await self._asked(self._client.continue_generation())
+            self._paused_for, self._goes_on_awake = None, False
+
+    def _refuse_in_update(self) -> None:
+        if self._update is not None:
+            raise EngineError("an update of the engine is under way: let it sleep or wake before or after it")
+
+    def _lose_weights(self) -> None:
+        self._lost_weights = self._lost_weights or self._known is None or self._known.facts.weights_kept is not True
+        self._record.lose(self._all_names())
+
+    async def _check_memory(self, order: UpdateOrder, accepted: Accepted) -> None:
+        """See whether an update may be written to the engine's memory, once that is awake.
+
+        Raises:
+            EngineError: It is asleep and must not be woken, or has lost more than the update brings.
+            OutOfStepError: It is another process now, and all its memory is there.
+        """
+        self._memory.check()
+        if self._lost_weights and accepted.partial:
+            raise EngineError(
+                "its weights were released, and this update brings only some of them (partial=True): start the engine "
+                "with enable_weights_cpu_backup=True, or send all"
+            )
+        if not self._memory.released:
+            return
+        if not order.wake:
+            raise EngineError(asleep_and_refused(self._memory.released))
+        if self._paused_for != order.epoch:
+            raise EngineError("an engine that sleeps must be paused before it is woken")
+        instance = self._record.instance
+        await self._look_whether_same()  # to a process that was started since, waking would be the end
+        if self._record.instance != instance:
+            raise OutOfStepError("the engine was restarted since the last update")
+
+    async def _wake(self, tags: frozenset[str], timeout: float) -> None:
+        if tags:
+            self._woken.note(tags)
+            await self._asked(self._memory.resume(tags, timeout))
+
+    async def _put_back(self, epoch: int) -> None:
+        """After an update that failed: release what it has woken. The engine is paused, and nothing runs."""
+        record = self._record
+        woken = self._woken.to_put_back(epoch, record.committed_epoch, whole=record.tainted is None)
+        tags = woken - self._memory.released
+        if not tags:
+            return
+        try:
+            await self._asked(self._memory.release(tags, WITHIN_CLEANUP))
+        except EngineError as error:
+            _log.warning("after a failed update: %s", error)
+            record.taint(f"it could not be put back to sleep: {error}", self._all_names())
+        else:
+            if WEIGHTS in tags:
+                self._lose_weights()
 
     # -- what it does itself --------------------------------------------------------------------------------------
 
@@ -381,12 +466,10 @@ class SGLangEngine:
     def _renew(self) -> None:
         """Take the engine for another one, whose groups are gone."""
         self._record.instance = uuid.uuid4().hex
-        self._known, self._accepted, self._asleep = None, None, frozenset()
+        self._known, self._accepted = None, None
+        self._memory, self._woken = Memory(self._client), Woken()
+        self._goes_on_awake = self._lost_weights = False
         self._groups.clear()
-
-    def _refuse_asleep(self) -> None:
-        if self._asleep:
-            raise EngineError(f"the engine is asleep: wake it up before the update ({list_names(set(self._asleep))})")
 
     def _group(self, connection: str) -> Membership | None:
         return next((group for group in self._groups.values() if group.rendezvous.connection == connection), None)
@@ -426,7 +509,10 @@ class SGLangEngine:
             self._labels |= {label}  # until it is known which of them it has
             labelled = await self._asked(loading.label(label, self._groups.values()))
             self._labels = frozenset({label}) if labelled else before
-        if epoch == self._record.epoch:  # else a newer update has paused it meanwhile
+        if epoch != self._record.epoch:
+            return  # a newer update has paused it meanwhile
+        self._goes_on_awake = bool(self._memory.released)
+        if not self._goes_on_awake:  # else it was not updated: who waits would run into memory that is not there
             await self._asked(self._client.continue_generation())
             self._paused_for = None
 

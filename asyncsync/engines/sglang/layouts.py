@@ -104,6 +104,15 @@ class LayoutCheck:
             targets = match_names(plan.specs, known, partial=layout.partial, parameter_names=rule)
         return Accepted(plan, layout.partial, targets) if layout.whole_tensors else None
 
+    async def learn_names(self) -> None:
+        """Ask for the names of its parameters, while it has them: it reads the weights for that.
+
+        Raises:
+            SGLangError: It did not answer.
+        """
+        if self._check_names and self._tells:
+            await self._known_parameters()
+
     def _refuse_dtype(self, specs: Sequence[TensorSpec]) -> None:
         """Refuse weights of which none has the engine's dtype, where it tells one.
 

@@ -66,6 +66,14 @@ class VLLMActor:
         """See ``AsyncLLM``."""
         return bool(await self.llm.is_sleeping())
 
+    async def sleep(self, *, level: int = 1, mode: str = "abort") -> None:
+        """See ``AsyncLLM``."""
+        await self.llm.sleep(level=level, mode=mode)
+
+    async def wake_up(self, *, tags: list[str] | None = None) -> bool:
+        """See ``AsyncLLM``."""
+        return bool(await self.llm.wake_up(tags=tags))
+
     async def compute_weight_checksums(self) -> list[dict[str, str]]:
         """See ``AsyncLLM``."""
         found: list[dict[str, str]] = await self.llm.compute_weight_checksums()

@@ -5,7 +5,7 @@ Each offers the same few calls, under our words; the names and forms on the othe
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -56,6 +56,14 @@ class VLLMClient(Protocol):
 
     async def is_sleeping(self) -> bool:
         """Whether the engine has been put to sleep."""
+        ...
+
+    async def wake_up(self, tags: Sequence[str] | None) -> None:
+        """Get memory back that sleep mode has taken away; None: all. Once all is back, vLLM lets requests go on."""
+        ...
+
+    async def sleep(self, level: int) -> None:
+        """Put the engine to sleep, keeping requests. What sleeps already stays as it is."""
         ...
 
     async def weight_version(self) -> str | None:
@@ -138,6 +146,16 @@ class InProcessClient:
         """See :class:`VLLMClient`."""
         return bool(await self._call("is_sleeping"))
 
+    async def wake_up(self, tags: Sequence[str] | None) -> None:
+        """See :class:`VLLMClient`."""
+        self._need("wake_up")
+        await self._call("wake_up", tags=None if tags is None else list(tags))
+
+    async def sleep(self, level: int) -> None:
+        """See :class:`VLLMClient`."""
+        self._need("sleep")
+        await self._call("sleep", level=level, mode="keep")
+
     async def weight_version(self) -> str | None:
         """See :class:`VLLMClient`."""
         return str(await self._call("get_weight_version")) if self._has("get_weight_version") else None
@@ -167,6 +185,10 @@ class InProcessClient:
 
     def _has(self, method: str) -> bool:
         return callable(getattr(self._llm, method, None))
+
+    def _need(self, method: str) -> None:
+        if not self._has(method):
+            raise EngineError(f"it has no method {method}(), and cannot be woken: include asyncsync.VLLMActor in it")
 
     async def aclose(self) -> None:
         """See :class:`VLLMClient`."""
@@ -289,6 +311,14 @@ class HTTPClient:
     async def is_sleeping(self) -> bool:
         """See :class:`VLLMClient`."""
         return bool((await self._request("GET", "/is_sleeping"))["is_sleeping"])
+
+    async def wake_up(self, tags: Sequence[str] | None) -> None:
+        """See :class:`VLLMClient`."""
+        await self._post("/wake_up", **({} if tags is None else {"tags": list(tags)}))
+
+    async def sleep(self, level: int) -> None:
+        """See :class:`VLLMClient`."""
+        await self._post("/sleep", level=level, mode="keep")
 
     async def weight_version(self) -> str | None:
         """See :class:`VLLMClient`."""

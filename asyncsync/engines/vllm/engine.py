@@ -10,17 +10,20 @@ arrive and are loaded in the pause.
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal, Protocol
 
+from asyncsync.buckets import list_names
 from asyncsync.engines.base import EngineReceipt, WeightReceiver
 from asyncsync.engines.ranks import WITHIN_CLEANUP, also
 from asyncsync.engines.vllm.clients import PauseMode, VLLMClient, asked, client_for
 from asyncsync.engines.vllm.lines import LinedWorkers
 from asyncsync.engines.vllm.nccl import NCCLWorkers
+from asyncsync.engines.waking import Woken, asleep_and_refused, time_to_wake
 from asyncsync.errors import AsyncSyncError, EngineError, OutOfStepError, TaintedEngineError
 from asyncsync.fanout import race
-from asyncsync.messages import Contacts, EngineStatus, Layout, Policy, Rendezvous, UpdateOrder
+from asyncsync.messages import WEIGHTS, Contacts, EngineStatus, Layout, Policy, Rendezvous, UpdateOrder
 from asyncsync.shield import shielded
 
 _log = logging.getLogger("asyncsync")
@@ -62,6 +65,14 @@ class Workers(WeightReceiver, Protocol):
         """See :class:`~asyncsync.engines.vllm.pauses.PauseNote`."""
         ...
 
+    async def released_memory(self, *, everywhere: bool = False) -> Mapping[str, bool]:
+        """What sleep mode has taken away from any of them, or from all; empty if they do not tell.
+
+        Returns:
+            By vLLM's tag, whether a copy is kept in host memory.
+        """
+        ...
+
     async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
         """Have the engine pause, with nothing on its workers' devices under way."""
         ...
@@ -82,6 +93,15 @@ class VLLMEngine:
     installed for its processes. It is always staged: each worker keeps a whole set of weights in host memory. Every
     tensor parallel rank receives all of them, and vLLM slices them as it loads.
 
+    An engine that sleeps (``sleep()``, at level 1 or 2) receives while it does. An update with ``asleep="wake"`` wakes
+    its weights right before they are loaded, and all else right after; with that vLLM lets requests go on by itself, so
+    it is the last step. If the update fails in between, the engine is put back to sleep, at the level at which it
+    slept; at level 2 its weights are gone, and it holds no version until it was updated. After a failed update let the
+    next one wake it: woken by hand, it would serve whatever it holds. The workers see for themselves whether their
+    memory is there; an engine that vLLM calls sleeping while all is there was paused by somebody else, and is refused.
+    An actor needs ``sleep`` and ``wake_up`` for this. Nobody puts the engine back to sleep if the process with this
+    adapter dies in between. (Sleep mode is for GPUs, and was never run here: what vLLM does was read, in 0.32.0.)
+
     ``backend="nccl"`` is for an engine on GPUs that was started with ``{"backend": "nccl"}``: vLLM receives by itself,
     asyncsync need not be installed there, and vLLM must be in the trainer's process. *This was never run on a GPU*; it
     is tested over a communicator that is none of NCCL's. And it promises less:
@@ -96,7 +116,8 @@ class VLLMEngine:
     - Once a call to several workers has failed, the engine has to be restarted: vLLM may take what they have answered
       for answers to later calls. The errors say so, and the label of the engine's weights (``"out of step: restart"``).
       A restart is known by the label; an actor that does not tell it (``get_weight_version``) needs a new VLLMEngine.
-    - An engine that is put to sleep while a failed update has left it paused is not known to be asleep.
+    - An engine that sleeps is refused, whatever ``asleep`` says: vLLM does not tell sleep from a pause. One that is put
+      to sleep while a failed update has left it paused is not known to be asleep.
     - NCCL waits without a timeout in vLLM. If the trainer's process dies with a bucket on its way, the engine hangs,
       and has to be restarted; the error says so. So that no engine hangs since another has failed, each gets its
       weights over a group of its own: the trainer sends them once for each.
@@ -143,6 +164,11 @@ class VLLMEngine:
         self._paused_for: int | None = None  # the epoch of the update it is paused for
         self._paused = False  # by an update, maybe another conductor's
         self._tainted = False
+        self._asleep = False  # when it was looked at last
+        self._woken = Woken()
+        self._level = 1  # at which it slept
+        self._loading = 0, 0  # the epoch and the version of the update that was to be loaded last
+        self._loaded = 0  # the epoch of the one that was
 
     def __repr__(self) -> str:
         return f"<VLLMEngine {self._client!r}: {self._workers!r}>"
@@ -165,13 +191,15 @@ class VLLMEngine:
         """See :meth:`asyncsync.RolloutEngine.describe_engine`.
 
         Raises:
-            EngineError: It is asleep, or was started with another backend.
+            EngineError: Somebody else has paused it, or it was started with another backend.
             ConnectError: Its workers cannot reach this process.
         """
         try:
             status = await self._workers.describe_engine()
             self._paused, self._tainted = status.paused, status.tainted is not None
-            await self._check_awake()
+            self._asleep = bool(status.released)
+            if not self._asleep:
+                await self._refuse_others_pause()
         except BaseException:
             if not self._workers.connected:
                 await self.aclose()
@@ -202,39 +230,41 @@ class VLLMEngine:
     async def pause_generation(self, epoch: int, policy: Policy) -> None:
         """See :meth:`asyncsync.RolloutEngine.pause_generation`."""
         self._see(epoch)
-        await self._check_awake()
+        await self._look_at_memory()
         self._paused_for = epoch
         await self._pause(epoch, policy)
 
     async def receive_weights(self, order: UpdateOrder) -> EngineReceipt:
         """See :meth:`asyncsync.RolloutEngine.receive_weights`."""
         self._see(order.epoch)
+        self._woken.begin(order.epoch, self._loaded)
         steps: dict[str, Awaitable[Any]] = {
             "receive": self._workers.receive_weights(order),
-            "awake": self._check_awake(),
+            "may wake": self._refuse_asleep(order),
         }
         receipt: EngineReceipt = (await race(steps))["receive"]
-        return receipt
+        return replace(receipt, slept=self._asleep)
 
     async def finish_weight_update(self, order: UpdateOrder) -> None:
         """See :meth:`asyncsync.RolloutEngine.finish_weight_update`."""
         self._see(order.epoch)
+        released = await self._refuse_asleep(order)
         if self._paused_for == order.epoch:
-            await self._load(order)
+            await self._load(order, released)
             return
-        await self._check_awake()
         try:
             await self._pause(order.epoch, order.policy)
-            await self._load(order)
+            await self._load(order, released)
         except BaseException as error:
             await also(error, self._give_up(order.epoch))
             raise
-        await shielded(self._resume(order.epoch), WITHIN_CLEANUP)
+        await shielded(self._resume(order.epoch), time_to_wake(order) if released else WITHIN_CLEANUP)
 
     async def abort_weight_update(self, epoch: int, published: int | None) -> EngineStatus:
         """See :meth:`asyncsync.RolloutEngine.abort_weight_update`.
 
-        vLLM itself does not know that it must not serve: it is paused, and what is in flight ends.
+        vLLM itself does not know that it must not serve: it is paused, and what is in flight ends. If the update has
+        woken it, it is put back to sleep.
         """
         try:
             status = await self._workers.abort_weight_update(epoch, published)
@@ -248,7 +278,11 @@ class VLLMEngine:
                     error.add_note(f"nor could it be paused: {failure}")
             raise
         self._paused, self._tainted = self._paused or status.paused, status.tainted is not None
-        if self._tainted and not self._paused:
+        if self._loading == (epoch, status.weight_version):
+            self._loaded = epoch  # whoever had it loaded was cancelled
+        if self._woken.to_put_back(epoch, self._loaded, whole=not self._tainted):
+            status = await self._put_back(status)
+        if self._tainted and not self._paused and not status.released:
             await self._pause(epoch, "abort")
         return status
 
@@ -272,15 +306,55 @@ class VLLMEngine:
             raise OutOfStepError(f"a call of epoch {epoch} is out of date: this engine has seen epoch {newest}")
 
     async def _pause(self, epoch: int, policy: Policy) -> None:
-        # Drained, requests that an earlier pause has kept would go on over what is torn.
-        mode, clear_cache = PAUSES["recompute" if policy == "drain" and self._tainted else policy]
+        # Drained, requests that an earlier pause has kept would go on over what is torn, or is not there.
+        nothing_goes_on = self._tainted or self._asleep
+        mode, clear_cache = PAUSES["recompute" if policy == "drain" and nothing_goes_on else policy]
         await self._workers.note_pause(epoch, True)
         self._paused = True
         await self._workers.pause(mode, clear_cache=clear_cache)
 
-    async def _load(self, order: UpdateOrder) -> None:
+    async def _load(self, order: UpdateOrder, released: Mapping[str, bool]) -> None:
+        if WEIGHTS in released:
+            self._woken.note({WEIGHTS})
+            self._level = 1 if released[WEIGHTS] else 2
+            await shielded(self._wake([WEIGHTS]), time_to_wake(order))
+        self._loading = order.epoch, order.version
         await self._workers.load(order)
-        self._tainted = False
+        self._tainted, self._loaded = False, order.epoch
+
+    async def _wake(self, tags: Sequence[str] | None) -> None:
+        """Get back what the workers say is gone; None: all of it."""
+        failed: EngineError | None = None
+        try:
+            await asked("wake_up", self._client.wake_up(tags))
+        except EngineError as error:  # maybe what a worker answered to an earlier call
+            failed = error
+        released = await self._workers.released_memory()
+        if left := released.keys() & set(released if tags is None else tags):
+            raise failed or EngineError(f"vLLM did not wake up all of it: {list_names(left)} released still")
+
+    async def _put_back(self, status: EngineStatus) -> EngineStatus:
+        """After an update that has woken it, and failed: let it sleep again, as it did.
+
+        vLLM can do so when only the weights are awake (read in 0.32.0): what sleeps already is passed over.
+        """
+        try:
+            await shielded(self._sleep(), WITHIN_CLEANUP)
+            status = await self._workers.describe_engine()
+        except (EngineError, TimeoutError) as error:
+            _log.warning("after a failed update: %s", error)
+            status = replace(status, weight_version=None, tainted=f"it could not be put back to sleep: {error}")
+        self._tainted = status.tainted is not None
+        return status
+
+    async def _sleep(self) -> None:
+        await asked("sleep", self._client.sleep(self._level))
+        if WEIGHTS not in await self._workers.released_memory(everywhere=True):
+            # Some were woken when others failed: vLLM takes them all for asleep still, and has ignored this.
+            await self._wake([WEIGHTS])
+            await asked("sleep", self._client.sleep(self._level))
+        if WEIGHTS not in await self._workers.released_memory(everywhere=True):
+            raise EngineError("vLLM did not release its weights")
 
     async def _give_up(self, epoch: int) -> None:
         """End a commit that failed: go on, if what every worker holds is whole."""
@@ -296,15 +370,50 @@ class VLLMEngine:
         except OutOfStepError as error:  # another conductor's update, maybe, which will resume it
             _log.info("not resumed: %s", error)
             return
+        if self._asleep and await self._workers.released_memory():
+            if self._loaded != epoch:  # it was not updated, and sleeps on: who waits has no memory to go on with
+                await self._note_resumed(epoch)
+                return
+            await self._wake_all()
         await asked("resume", self._client.resume())
+        await self._note_resumed(epoch)
+
+    async def _wake_all(self) -> None:
+        """The last step of an update that has loaded: with all memory there, vLLM lets requests go on by itself."""
+        try:
+            await self._wake(None)
+        except EngineError as error:
+            if self._woken.tags:
+                await also(error, self._sleep())
+            raise
+
+    async def _note_resumed(self, epoch: int) -> None:
         self._paused_for, self._paused = None, False
         try:
             await self._workers.note_pause(epoch, False)
         except OutOfStepError as error:  # the same, but it has not paused it yet
             _log.info("not noted as resumed: %s", error)
 
-    async def _check_awake(self) -> None:
-        """Refuse an engine that sleeps. To vLLM, one that is paused does so, too; an update's own pause is none."""
+    async def _look_at_memory(self) -> Mapping[str, bool]:
+        """What the engine has released.
+
+        Raises:
+            EngineError: Nothing, and yet it sleeps: somebody else has paused it, or its workers do not tell.
+        """
+        released = await self._workers.released_memory()
+        self._asleep = bool(released)
+        if not released:
+            await self._refuse_others_pause()
+        return released
+
+    async def _refuse_asleep(self, order: UpdateOrder) -> Mapping[str, bool]:
+        released = await self._look_at_memory()
+        if released and not order.wake:
+            raise EngineError(asleep_and_refused(released))
+        return released
+
+    async def _refuse_others_pause(self) -> None:
+        """To vLLM, an engine that is paused sleeps, too; an update's own pause is none."""
         if not self._paused and await asked("is_sleeping", self._client.is_sleeping()):
             raise EngineError(
                 "the engine is asleep, or somebody else has paused it: wake it up, or resume it, before the update"

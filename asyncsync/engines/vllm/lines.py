@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Mapping
 
 from asyncsync.engines.base import EngineReceipt
 from asyncsync.engines.channel import Exchange, Line
@@ -67,6 +67,12 @@ class LinedWorkers:
     async def check_pause(self, epoch: int) -> None:
         """See :class:`~asyncsync.engines.vllm.engine.Workers`."""
         await self._ranks.ask_all(lambda _, rank: rank.check_pause(epoch))
+
+    async def released_memory(self, *, everywhere: bool = False) -> Mapping[str, bool]:
+        """See :class:`~asyncsync.engines.vllm.engine.Workers`."""
+        released = await self._ranks.ask_race(lambda _, rank: rank.released_memory())
+        tags = {tag for each in released for tag in each if not everywhere or all(tag in other for other in released)}
+        return {tag: all(each.get(tag, True) for each in released) for tag in tags}
 
     async def accept_layout(self, layout: Layout) -> None:
         """See :meth:`asyncsync.RolloutEngine.accept_layout`."""
@@ -234,3 +240,8 @@ class WorkerLine:
     async def check_pause(self, epoch: int) -> None:
         """Have the worker see whether nobody has paused the engine since."""
         await self._line.call("check_pause", epoch)
+
+    async def released_memory(self) -> Mapping[str, bool]:
+        """Ask which of the engine's memory this worker has lost to sleep mode."""
+        released: dict[str, bool] = await self._line.call("released_memory")
+        return released

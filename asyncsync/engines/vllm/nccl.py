@@ -142,6 +142,10 @@ class NCCLWorkers:
         """See :class:`~asyncsync.engines.vllm.engine.Workers`."""
         self._pause.check(epoch)
 
+    async def released_memory(self, *, everywhere: bool = False) -> Mapping[str, bool]:
+        """See :class:`~asyncsync.engines.vllm.engine.Workers`. Here nobody tells: one that sleeps is refused."""
+        return {}
+
     async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
         """See :class:`~asyncsync.engines.vllm.engine.Workers`."""
         call = asked("pause", self._client.pause(mode, clear_cache=clear_cache))

@@ -7,7 +7,7 @@ calls :meth:`WorkerRank.load`.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TypeAlias
 
 from torch import Tensor
@@ -19,7 +19,7 @@ from asyncsync.engines.receiving import Receiver
 from asyncsync.engines.record import WeightRecord, all_names
 from asyncsync.engines.vllm.pauses import PauseNote
 from asyncsync.errors import EngineError, OutOfStepError
-from asyncsync.messages import Contacts, EngineStatus, Layout, Policy, Rendezvous, UpdateOrder
+from asyncsync.messages import WEIGHTS, Contacts, EngineStatus, Layout, Policy, Rendezvous, UpdateOrder
 from asyncsync.threads import WorkerThread
 
 Check: TypeAlias = Callable[[Plan, bool], frozenset[str]]
@@ -39,15 +39,22 @@ class WorkerRank:
         load: Loads a whole set of weights.
         device: Device type of the model.
         prefix_caching: Whether the engine keeps what prefixes of requests came to.
-        asleep: Tells whether the model's memory has been taken away.
+        released: Tells which memory of the engine has been taken away, by tag, and whether a copy of it is kept.
     """
 
     def __init__(
-        self, check: Check, load: Load, *, device: str, prefix_caching: bool, asleep: Callable[[], bool]
+        self,
+        check: Check,
+        load: Load,
+        *,
+        device: str,
+        prefix_caching: bool,
+        released: Callable[[], Mapping[str, bool]],
     ) -> None:
         self._check_layout = check
         self._load_weights = load
-        self._asleep = asleep
+        self._released = released
+        self._lost_weights = False  # they were dropped as the engine slept, and not all were brought anew
         self._device = device
         self._prefix_caching = prefix_caching
         self._address = "127.0.0.1"
@@ -66,6 +73,7 @@ class WorkerRank:
 
     async def describe_engine(self) -> EngineStatus:
         """See :meth:`asyncsync.RolloutEngine.describe_engine`."""
+        released = await self.released_memory()
         policies: tuple[Policy, ...] = ("drain", "abort", "recompute", "continue")
         cannot: dict[Policy, str] = {"continue": STALE_PREFIXES} if self._prefix_caching else {}
         return self._record.status(
@@ -77,7 +85,16 @@ class WorkerRank:
             plan_digest=self._layout[0].digest if self._layout else None,
             partial=self._layout is not None and self._layout[1],
             paused=self._pause.paused,
+            released=tuple(sorted(released)),
         )
+
+    async def released_memory(self) -> Mapping[str, bool]:
+        """See :class:`~asyncsync.engines.vllm.engine.Workers`."""
+        released = self._released()
+        if released.get(WEIGHTS) is False:
+            self._lost_weights = True
+            self._record.lose(all_names(self._layout[0] if self._layout else None))
+        return released
 
     async def note_pause(self, epoch: int, paused: bool) -> None:
         """See :class:`~asyncsync.engines.vllm.engine.Workers`. Noted here: who comes later must be able to tell."""
@@ -110,8 +127,14 @@ class WorkerRank:
 
     async def receive_weights(self, order: UpdateOrder) -> EngineReceipt:
         """See :meth:`asyncsync.RolloutEngine.receive_weights`."""
-        plan = self._layout[0] if self._layout else None
+        plan, partial = self._layout if self._layout else (None, False)
         self._record.check_new(order)
+        await self.released_memory()
+        if self._lost_weights and partial:
+            raise EngineError(
+                "its weights were dropped as it slept (level 2), and this update brings only some of them "
+                "(partial=True): let it sleep at level 1, or send all"
+            )
         await self._worker.run(self._overtake, order.epoch)
         return EngineReceipt(digest=await self._receiver.receive(order, plan, self._loader_for))
 
@@ -149,7 +172,7 @@ class WorkerRank:
             if epoch <= self._record.ended_epoch or epoch < self._record.epoch:
                 raise OutOfStepError(f"epoch {epoch} is over: it was aborted, loaded, or overtaken")
             session = self._receiver.received(epoch)
-            if self._asleep():  # put to sleep in an update's own pause, which vLLM does not tell from sleep
+            if WEIGHTS in self._released():  # put to sleep since it was woken, or since anybody has looked
                 raise EngineError("the engine is asleep: wake it up before the update")
             names = all_names(session.plan)
             with self._receiver.taking(session):
@@ -158,4 +181,5 @@ class WorkerRank:
                 except BaseException:
                     self._record.taint(f"update {session.order.version} could not be loaded", names)
                     raise
+                self._lost_weights = self._lost_weights and self._layout is not None and self._layout[1]
                 self._record.committed(session.order, names, session.digest)

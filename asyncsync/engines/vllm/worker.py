@@ -66,7 +66,7 @@ class AsyncSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._ranks = parallel.data_parallel_size * parallel.world_size
         prefixes = bool(vllm_config.cache_config.enable_prefix_caching)
         self._end = WorkerRank(
-            self._check, self._load, device=device.type, prefix_caching=prefixes, asleep=memory_is_asleep
+            self._check, self._load, device=device.type, prefix_caching=prefixes, released=released_memory
         )
         self._control: asyncio.AbstractEventLoop | None = None
         self._answering: set[Future[None]] = set()
@@ -118,15 +118,26 @@ class AsyncSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._control = None
 
 
-def memory_is_asleep() -> bool:
-    """Whether sleep mode has taken memory of this process's device away (``device_allocator/cumem.py``, 0.32.0)."""
+def released_memory() -> dict[str, bool]:
+    """What sleep mode has taken away of this process's device memory (``device_allocator/cumem.py``, 0.32.0).
+
+    Returns:
+        By vLLM's tag, whether a copy of all of it is kept in host memory: of weights that is so at level 1 only.
+    """
     try:
         from vllm.device_allocator.cumem import CuMemAllocator
 
         allocator = CuMemAllocator.instance
-        return allocator is not None and any(data.is_asleep for data in allocator.pointer_to_data.values())
+        # Copied in one go: this may be asked while vLLM's main thread allocates.
+        asleep = (
+            [] if allocator is None else [each for each in list(allocator.pointer_to_data.values()) if each.is_asleep]
+        )
+        released: dict[str, bool] = {}
+        for each in asleep:
+            released[each.tag] = released.get(each.tag, True) and each.cpu_backup_tensor is not None
+        return released
     except (ImportError, AttributeError):
-        return False  # another version or device: it cannot be told here
+        return {}  # another version or device: it cannot be told here
 
 
 async def _end_loop() -> None:
