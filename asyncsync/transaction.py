@@ -339,6 +339,7 @@ class Transaction:
         self._attempt.switched = bool(switched)
         for member, status in engines.items():
             member.is_lost = isinstance(status, Exception)
+            member.sleeps |= isinstance(status, EngineStatus) and bool(status.released)
             if isinstance(status, EngineStatus) and status.received is not None:
                 self._attempt.received[member] = status.received
         if switched:

@@ -49,3 +49,40 @@ class CancelAt:
                 step = partial(inner.throw, thrown)
             else:
                 step = partial(inner.send, None)
+
+
+class CancelsWithin:
+    """Cancels a task at the n-th await within the next call of an engine's method.
+
+    Attributes:
+        task: Which task.
+        reached: Whether it came to that await.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._name: str | None = None
+        self.task: asyncio.Task[Any] | None = None
+        self.reached = False
+
+    def next(self, name: str, number: int, when: Literal["waiting", "handed over"]) -> None:
+        """Have the next call of this name be the one."""
+        self.clear()
+        self._name, self.reached = name, False
+        call = getattr(self._engine, name)
+
+        async def cancelled(*args: Any) -> Any:
+            self.clear()
+            cancelling = CancelAt(call(*args), number, when, self.task)
+            try:
+                return await cancelling
+            finally:
+                self.reached = cancelling.reached
+
+        setattr(self._engine, name, cancelled)
+
+    def clear(self) -> None:
+        """Leave the engine as it was."""
+        if self._name is not None:
+            delattr(self._engine, self._name)
+            self._name = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Collection
 from typing import Any
 
@@ -72,6 +73,7 @@ class Sleeper(ToldEngine):
             self.released.discard(tag)
 
     async def _moves(self, move: str) -> None:
+        await asyncio.sleep(0)  # so that there is an await to be cancelled at
         self.moves.append(move)
         if gate_of(self).is_open and move == "+kv_cache" and not self._by_hand:
             self.crashes.append("generation may begin before the cache is there")

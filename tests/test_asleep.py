@@ -20,7 +20,7 @@ from asyncsync.engines.serving import ServedModule
 from asyncsync.engines.waking import OwnMemory, Woken
 from asyncsync.messages import Policy, UpdateOrder
 from tests.actors import Engine
-from tests.cancelling import CancelAt
+from tests.cancelling import CancelsWithin
 from tests.engines import change, failing, flip_a_bit, gate_of, hanging, holds, zoo
 from tests.sample import Zoo, contents, fingerprint
 from tests.sleepers import ALL, Sleeper
@@ -32,10 +32,10 @@ BOTH = pytest.mark.parametrize("staged", [True, False], ids=["staged", "in place
 
 @asynccontextmanager
 async def fleet(
-    staged: bool, *, count: int = 1, kind: type[Sleeper] = Sleeper, **options: Any
+    staged: bool, *, count: int = 1, **options: Any
 ) -> AsyncIterator[tuple[Zoo, list[Sleeper], asyncsync.WeightSynchronizer]]:
     trainer = Zoo(1)
-    engines = [kind(zoo(50 + index), staged=staged) for index in range(count)]
+    engines = [Sleeper(zoo(50 + index), staged=staged) for index in range(count)]
     options = {"bucket_size": 1024, "timeout": 60.0} | options
     async with asyncsync.WeightSynchronizer(trainer, engines, **options) as synchronizer:
         yield trainer, engines, synchronizer
@@ -297,42 +297,6 @@ async def test_what_an_older_update_has_woken_no_late_call_puts_back(staged: boo
         assert engine.released == set(), "it was awake"
 
 
-class CancelledWithin(Sleeper):
-    """Has an update cancelled at the n-th await of one of its calls."""
-
-    call, number, when = "", 0, ""
-    update: asyncio.Task[Any] | None = None
-    reached = False
-
-    async def receive_weights(self, order: UpdateOrder) -> EngineReceipt:
-        return await self._cancelled("receive_weights", super().receive_weights(order))  # type: ignore[no-any-return]
-
-    async def finish_weight_update(self, order: UpdateOrder) -> None:
-        await self._cancelled("finish_weight_update", super().finish_weight_update(order))
-
-    async def abort_weight_update(self, epoch: int, published: int | None) -> asyncsync.EngineStatus:
-        return await self._cancelled(  # type: ignore[no-any-return]
-            "abort_weight_update", super().abort_weight_update(epoch, published)
-        )
-
-    async def resume_generation(self, epoch: int) -> None:
-        await self._cancelled("resume_generation", super().resume_generation(epoch))
-
-    async def _cancelled(self, name: str, call: Any) -> Any:
-        if name != self.call:
-            return await call
-        self.call = ""
-        cancelling = CancelAt(call, self.number, self.when, self.update)  # type: ignore[arg-type]
-        try:
-            return await cancelling
-        finally:
-            self.reached = cancelling.reached
-
-    async def _moves(self, move: str) -> None:
-        await asyncio.sleep(0)  # so that there is an await to be cancelled at
-        await super()._moves(move)
-
-
 @BOTH
 @pytest.mark.parametrize("when", ["waiting", "handed over"])
 @pytest.mark.parametrize(
@@ -343,8 +307,8 @@ async def test_cancelled_at_each_await_of_an_engines_call_it_is_whole_and_awake_
 ) -> None:
     if staged and call == "resume_generation":
         pytest.skip("not called where all goes well")
-    async with fleet(staged, kind=CancelledWithin) as (trainer, (engine,), synchronizer):
-        assert isinstance(engine, CancelledWithin)
+    async with fleet(staged) as (trainer, (engine,), synchronizer):
+        within = CancelsWithin(engine)
         await synchronizer.update_weights()
         version = 1
         for number in itertools.count():
@@ -352,9 +316,10 @@ async def test_cancelled_at_each_await_of_an_engines_call_it_is_whole_and_awake_
             change(trainer)
             if call == "abort_weight_update":
                 at(engine, "commit")
-            engine.call, engine.number, engine.when, engine.reached = call, number, when, False
-            engine.update = asyncio.create_task(synchronizer._update())
-            await asyncio.wait([engine.update])
+            within.next(call, number, when)
+            within.task = asyncio.create_task(synchronizer._update())
+            await asyncio.wait([within.task])
+            within.clear()
             if synchronizer.weight_version == version:
                 await assert_sleeps_as_before(engine, ALL)
             else:
@@ -364,7 +329,7 @@ async def test_cancelled_at_each_await_of_an_engines_call_it_is_whole_and_awake_
             await synchronizer.update_weights()
             version += 1
             await assert_serves(engine, version, trainer)
-            if not engine.reached:
+            if not within.reached:
                 break
         assert number >= 1
 

@@ -12,12 +12,11 @@ import pytest
 
 import asyncsync
 from asyncsync import EngineState, WeightSynchronizer
-from asyncsync.engines import EngineReceipt
 from asyncsync.engines.sglang.calls import SGLangUnreachableError
 from asyncsync.engines.sglang.memory import Memory
 from asyncsync.errors import EngineError, OutOfStepError, TransferError
-from asyncsync.messages import Policy, UpdateOrder
-from tests.cancelling import CancelAt
+from asyncsync.messages import Policy
+from tests.cancelling import CancelsWithin
 from tests.pretended_sglang import ALL_TAGS, Llama, PretendedSGLang
 from tests.test_sglang_engine import SLIME, adapter, in_order, same, state_after
 
@@ -376,41 +375,13 @@ async def test_requests_that_wait_at_a_sleeping_engine_are_not_let_in_to_be_abor
         await assert_serves(engine, sglang, trainer, 2)
 
 
-class CancelledWithin(asyncsync.SGLangEngine):
-    """Has an update cancelled at the n-th await of one of its calls."""
-
-    call, number, when = "", 0, ""
-    update: asyncio.Task[Any] | None = None
-    reached = False
-
-    async def receive_weights(self, order: UpdateOrder) -> EngineReceipt:
-        return await self._cancelled("receive_weights", super().receive_weights(order))  # type: ignore[no-any-return]
-
-    async def finish_weight_update(self, order: UpdateOrder) -> None:
-        await self._cancelled("finish_weight_update", super().finish_weight_update(order))
-
-    async def resume_generation(self, epoch: int) -> None:
-        await self._cancelled("resume_generation", super().resume_generation(epoch))
-
-    async def _cancelled(self, name: str, call: Any) -> Any:
-        if name != self.call:
-            return await call
-        self.call = ""
-        cancelling = CancelAt(call, self.number, self.when, self.update)  # type: ignore[arg-type]
-        try:
-            return await cancelling
-        finally:
-            self.reached = cancelling.reached
-
-
 @pytest.mark.parametrize("when", ["waiting", "handed over"])
 @pytest.mark.parametrize("call", ["receive_weights", "finish_weight_update", "resume_generation"])
 async def test_cancelled_at_each_await_it_is_whole_and_awake_or_as_asleep_as_it_was(
     call: str, when: Literal["waiting", "handed over"]
 ) -> None:
     async with asleep() as (trainer, engine, sglang, synchronizer):
-        engine.__class__ = CancelledWithin
-        assert isinstance(engine, CancelledWithin)
+        within = CancelsWithin(engine)
 
         async def a_turn(fields: Mapping[str, Any]) -> None:
             await asyncio.sleep(0)
@@ -420,9 +391,10 @@ async def test_cancelled_at_each_await_it_is_whole_and_awake_or_as_asleep_as_it_
         version = 1
         for number in itertools.count():
             trainer.load_state_dict(Llama(10 + number).state_dict())
-            engine.call, engine.number, engine.when, engine.reached = call, number, when, False
-            engine.update = asyncio.create_task(synchronizer._update())
-            await asyncio.wait([engine.update])
+            within.next(call, number, when)
+            within.task = asyncio.create_task(synchronizer._update())
+            await asyncio.wait([within.task])
+            within.clear()
             if synchronizer.weight_version == version:
                 await assert_sleeps(engine, sglang, ALL)
                 trainer.load_state_dict(Llama(90 + number).state_dict())
@@ -430,7 +402,7 @@ async def test_cancelled_at_each_await_it_is_whole_and_awake_or_as_asleep_as_it_
             assert synchronizer.weight_version is not None
             version = synchronizer.weight_version
             await assert_serves(engine, sglang, trainer, version)
-            if not engine.reached:
+            if not within.reached:
                 break
             await engine.release_memory_occupation()
         assert number >= 1

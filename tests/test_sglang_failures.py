@@ -190,11 +190,11 @@ async def test_an_actor_in_the_manner_of_slime_is_labelled(subject: SGLangSubjec
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_asleep(subject: SGLangSubject) -> None:
-    async with asyncsync.WeightSynchronizer(subject.trainer, [subject.engine]) as synchronizer:
+async def test_asleep_and_refused(subject: SGLangSubject) -> None:
+    async with asyncsync.WeightSynchronizer(subject.trainer, [subject.engine], asleep="refuse") as synchronizer:
         await synchronizer.update_weights()
         await subject.engine.release_memory_occupation(["kv_cache"])
-        with pytest.raises(EngineError, match="asleep"):
+        with pytest.raises(EngineError, match=r"asleep \(kv_cache released\)"):
             await synchronizer.update_weights()
         await subject.engine.resume_memory_occupation()
         await synchronizer.update_weights()

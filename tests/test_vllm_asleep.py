@@ -10,10 +10,9 @@ import pytest
 
 import asyncsync
 from asyncsync import EngineState, WeightSynchronizer, WeightUpdateError
-from asyncsync.engines.base import EngineReceipt
-from asyncsync.messages import Policy, UpdateOrder
+from asyncsync.messages import Policy
 from asyncsync.testing import copied, failed, step
-from tests.cancelling import CancelAt
+from tests.cancelling import CancelsWithin
 from tests.chain import Chain, continued
 from tests.fake_vllm import FakeLLM
 
@@ -199,30 +198,6 @@ async def test_an_engine_that_is_left_behind_sleeps_on(level: int) -> None:
         await assert_serves(llms[1], model)
 
 
-class CancelledWithin(asyncsync.VLLMEngine):
-    """Has an update cancelled at the n-th await of one of its calls."""
-
-    call, number, when = "", 0, ""
-    update: asyncio.Task[Any] | None = None
-    reached = False
-
-    async def receive_weights(self, order: UpdateOrder) -> EngineReceipt:
-        return await self._cancelled("receive_weights", super().receive_weights(order))  # type: ignore[no-any-return]
-
-    async def finish_weight_update(self, order: UpdateOrder) -> None:
-        await self._cancelled("finish_weight_update", super().finish_weight_update(order))
-
-    async def _cancelled(self, name: str, call: Any) -> Any:
-        if name != self.call:
-            return await call
-        self.call = ""
-        cancelling = CancelAt(call, self.number, self.when, self.update)  # type: ignore[arg-type]
-        try:
-            return await cancelling
-        finally:
-            self.reached = cancelling.reached
-
-
 @LEVELS
 @pytest.mark.parametrize("when", ["waiting", "handed over"])
 @pytest.mark.parametrize("call", ["receive_weights", "finish_weight_update"])
@@ -230,16 +205,18 @@ async def test_cancelled_at_each_await_it_is_whole_and_awake_or_as_asleep_as_it_
     call: str, when: Literal["waiting", "handed over"], level: int
 ) -> None:
     llm, model = FakeLLM(), Chain(1)
-    engine = CancelledWithin(llm)
+    engine = asyncsync.VLLMEngine(llm)
+    within = CancelsWithin(engine)
     async with WeightSynchronizer(model, [engine]) as synchronizer:
         version = (await synchronizer.update_weights()).version
         old = copied(model)
         for number in itertools.count():
             await llm.sleep(level=level)
             step(model, number)
-            engine.call, engine.number, engine.when, engine.reached = call, number, when, False
-            engine.update = asyncio.create_task(synchronizer._update())
-            await asyncio.wait([engine.update])
+            within.next(call, number, when)
+            within.task = asyncio.create_task(synchronizer._update())
+            await asyncio.wait([within.task])
+            within.clear()
             if synchronizer.weight_version == version:
                 await assert_sleeps(llm, engine, level, version if level == 1 else None)
                 if level == 1:
@@ -250,7 +227,7 @@ async def test_cancelled_at_each_await_it_is_whole_and_awake_or_as_asleep_as_it_
             version = (await synchronizer.update_weights()).version
             await assert_serves(llm, model)
             old = copied(model)
-            if not engine.reached:
+            if not within.reached:
                 break
         assert number >= 1
 
