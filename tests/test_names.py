@@ -40,7 +40,7 @@ async def test_a_users_class_may_use_every_name_that_the_library_uses_inside() -
     protocol = {name for name in dir(asyncsync.TrainerRank) if not name.startswith("_")}
     model = nn.Linear(2, 2)
     trainer = with_names(asyncsync.TrainerRank, inner_names(RankWorker, RankWorker(model)) - protocol)(model)
-    assert engine._binding == trainer._rank == engine._loader == trainer._closed == "mine"
+    assert engine._binding == trainer._rank == engine._loader == trainer._holdings == "mine"
     async with WeightSynchronizer(trainer, [engine]) as synchronizer:
         for version in (1, 2):
             await synchronizer.update_weights()

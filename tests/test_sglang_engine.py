@@ -507,7 +507,7 @@ async def test_an_engine_that_waits_for_bytes_is_told_that_none_will_come() -> N
 
         sglang._update_weights_from_distributed = waits  # type: ignore[method-assign, assignment]
         assert synchronizer._own_trainer is not None
-        sender = synchronizer._own_trainer._sender  # busy, so that the source does not begin
+        sender = synchronizer._own_trainer._sender.worker  # busy, so that the source does not begin
         go_on = threading.Event()
         busy = sender.submit(go_on.wait)
         update = asyncio.create_task(synchronizer.update_weights())
