@@ -21,7 +21,7 @@ from asyncsync.engines.waking import OwnMemory, Woken
 from asyncsync.messages import Policy, UpdateOrder
 from tests.actors import Engine
 from tests.cancelling import CancelsWithin
-from tests.engines import change, failing, flip_a_bit, gate_of, hanging, holds, zoo
+from tests.engines import IN_PLACE, STAGED, change, failing, flip_a_bit, gate_of, hanging, holds, zoo
 from tests.sample import Zoo, contents, fingerprint
 from tests.sleepers import ALL, Sleeper
 
@@ -297,16 +297,18 @@ async def test_what_an_older_update_has_woken_no_late_call_puts_back(staged: boo
         assert engine.released == set(), "it was awake"
 
 
-@BOTH
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("when", ["waiting", "handed over"])
 @pytest.mark.parametrize(
-    "call", ["receive_weights", "finish_weight_update", "abort_weight_update", "resume_generation"]
+    ("staged", "call"),
+    [
+        *((True, call) for call in (*STAGED, "abort_weight_update")),
+        *((False, call) for call in (*IN_PLACE[1:], "abort_weight_update")),
+    ],
 )
 async def test_cancelled_at_each_await_of_an_engines_call_it_is_whole_and_awake_or_as_asleep_as_it_was(
     call: str, when: Literal["waiting", "handed over"], staged: bool
 ) -> None:
-    if staged and call == "resume_generation":
-        pytest.skip("not called where all goes well")
     async with fleet(staged) as (trainer, (engine,), synchronizer):
         within = CancelsWithin(engine)
         await synchronizer.update_weights()

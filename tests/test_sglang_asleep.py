@@ -375,6 +375,7 @@ async def test_requests_that_wait_at_a_sleeping_engine_are_not_let_in_to_be_abor
         await assert_serves(engine, sglang, trainer, 2)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("when", ["waiting", "handed over"])
 @pytest.mark.parametrize("call", ["receive_weights", "finish_weight_update", "resume_generation"])
 async def test_cancelled_at_each_await_it_is_whole_and_awake_or_as_asleep_as_it_was(

@@ -198,6 +198,7 @@ async def test_an_engine_that_is_left_behind_sleeps_on(level: int) -> None:
         await assert_serves(llms[1], model)
 
 
+@pytest.mark.exhaustive
 @LEVELS
 @pytest.mark.parametrize("when", ["waiting", "handed over"])
 @pytest.mark.parametrize("call", ["receive_weights", "finish_weight_update"])
