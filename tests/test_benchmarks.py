@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import subprocess
+import sys
 import time
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +18,19 @@ from rich.console import Console
 import asyncsync
 from asyncsync.buckets import TensorSpec
 from asyncsync.messages import UpdateOrder
-from benchmarks import engine_death, joining, layouts, scale, seed_loop, simulated, soak, sync_latency
+from benchmarks import (
+    engine_death,
+    gpu_check,
+    guard_latency,
+    joining,
+    layouts,
+    scale,
+    seed_loop,
+    simulated,
+    soak,
+    sync_latency,
+)
+from benchmarks.gpu_child import CHECKS
 
 KEYS = [
     "case",
@@ -222,3 +239,83 @@ def test_planning_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr().out
     assert "1024 engines, 1 sources, staged: 500 ms, target 300 MISSED; one more: 0 us up to 1024" in printed
     assert "600 tensors, planned again" in printed
+
+
+@pytest.mark.asyncio
+async def test_the_guard_is_measured_beside_a_context_that_does_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = await guard_latency.measure(10)
+    assert json.loads(json.dumps(rows)) == rows
+    assert [row["case"] for row in rows] == ["nothing", "offload=False", "offload=None"]
+    assert all(row["median_us"] > 0 for row in rows)
+    guard_latency.show([*rows, {"case": "slow", "rounds": 1, "median_us": 21.0, "p99_us": 30.0}])
+    assert "slow: median 21.00 us, 99 % 30.00 us, target 20 MISSED" in capsys.readouterr().out
+
+
+@pytest.mark.benchmarks
+@pytest.mark.timeout(400)
+def test_without_a_gpu_its_check_runs_as_far_as_it_can_and_says_what_it_skipped(tmp_path: Path) -> None:
+    """Every check runs on the CPU, and what must hold there does."""
+    file = tmp_path / "report.json"
+    process = subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu_check", "--quick", "--json", str(file)],
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=350,
+        check=False,
+    )
+    report = json.loads(process.stdout)
+    assert json.loads(file.read_text()) == report
+    assert (process.returncode, report["broken"]) == (0, []), process.stdout
+    assert report["machine"]["torch"] == torch.__version__
+    assert report["skipped"] == list(CHECKS)
+    checks = {check["name"]: check for check in report["checks"]}
+    assert list(checks) == [name for check in CHECKS for name in (f"on cpu: {check}", check)]
+    for name in CHECKS:
+        assert (checks[name]["outcome"], checks[name]["figures"]) == ("skipped", {})
+        assert checks[name]["why"].startswith("no CUDA device; not run: ")
+        assert checks[f"on cpu: {name}"]["outcome"] == "ok"
+        assert checks[f"on cpu: {name}"]["figures"]
+    found = {name: checks[f"on cpu: {name}"]["figures"] for name in CHECKS}
+    assert found["guarded"]["update 3: engines' bytes are equal"] == [True, True]
+    for name in ("unguarded_host_copies", "unguarded_live"):
+        assert (found[name]["update"], found[name]["engine's bytes are equal"]) == ("succeeded", True)
+    for name in ("unguarded_new_memory", "unguarded_cached_memory"):
+        assert found[name]["trainer's bytes are equal"] is True
+    assert found["host_copies"]["paused: bytes that are wrong"] == []
+    assert found["ipc"]["bytes copied there are equal"] is True
+    assert found["gloo"]["device / host"] > 0
+
+
+@pytest.mark.benchmarks
+def test_a_check_that_hangs_is_ended_and_one_that_raises_is_told(tmp_path: Path) -> None:
+    def run(module: str, timeout: float) -> gpu_check.Outcome:
+        environment = {**gpu_check.plain_environment(), "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
+        return gpu_check.run("x", place="cpu", quick=True, environment=environment, timeout=timeout, module=module)
+
+    (tmp_path / "hangs.py").write_text("import threading\nprint('here')\nthreading.Event().wait()\n")
+    (tmp_path / "aborts.py").write_text("import os\nos.abort()\n")
+    hung, aborted = run("hangs", 1.0), run("aborts", 30.0)
+    assert (hung.outcome, hung.why, hung.stderr) == (
+        "timed out",
+        "its process did not end (after: the start)",
+        ["here"],
+    )
+    assert (aborted.outcome, aborted.why) == ("crashed", "its process was ended by SIGABRT (after: the start)")
+
+
+@pytest.mark.parametrize(
+    ("returncode", "notes", "outcome", "why"),
+    [
+        (0, [("figure", "equal", True), ("done", "", None)], "ok", ""),
+        (0, [("broken", "equal", "equal is False"), ("done", "", None)], "failed", "equal is False"),
+        (1, [("done", "", None)], "ok", "its process exited with 1, after all was done"),
+        (1, [("step", "reading", None), ("raised", "OSError: no", None)], "failed", "OSError: no (after: reading)"),
+        (-11, [("step", "reading", None)], "crashed", "its process was ended by SIGSEGV (after: reading)"),
+        (0, [("step", "reading", None)], "crashed", "its process exited with 0 (after: reading)"),
+        (None, [("done", "", None)], "timed out", "its process did not end, after all was done"),
+    ],
+)
+def test_what_became_of_a_check(returncode: int | None, notes: Any, outcome: str, why: str) -> None:
+    judged = gpu_check.judge(returncode, notes)
+    assert (judged["outcome"], judged["why"]) == (outcome, why)

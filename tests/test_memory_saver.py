@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 import asyncsync
+from benchmarks import gpu_check
 from tests.cuda_stubs import build
 from tests.engines import ToldEngine, failing
 from tests.hooked_trainer import SleepingRank
@@ -281,3 +282,45 @@ async def test_a_trainer_wakes_for_an_update_makes_its_groups_anew_and_goes_back
         with pytest.raises(asyncsync.EngineError):
             await synchronizer.update_weights()
         assert await states() == as_it_was(4), "after a failure, too"
+
+
+# -- what is to be checked on a GPU ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def check(hooked: dict[str, str]) -> Callable[[str], gpu_check.Outcome]:
+    """Runs one of the checks, once, as on a GPU, but over the stubs."""
+    known: dict[str, gpu_check.Outcome] = {}
+
+    def check(name: str) -> gpu_check.Outcome:
+        if name not in known:
+            module = "tests.hooked_checks"
+            known[name] = gpu_check.run(name, place="cuda", quick=True, environment=hooked, timeout=100, module=module)
+        return known[name]
+
+    return check
+
+
+@pytest.mark.parametrize("name", ["guarded", "host_copies", "tracking", "unguarded_host_copies"])
+def test_what_must_hold_on_a_gpu_holds_over_the_stubs(check: Callable[[str], gpu_check.Outcome], name: str) -> None:
+    outcome = check(name)
+    assert (outcome.outcome, outcome.why) == ("ok", ""), outcome.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("unguarded_live", "its process was ended by SIGSEGV (after: updating)"),
+        ("unguarded_new_memory", "its process exited with 1 (after: resuming)"),
+    ],
+)
+def test_a_check_that_ends_its_process_is_told(check: Callable[[str], gpu_check.Outcome], name: str, why: str) -> None:
+    outcome = check(name)
+    assert (outcome.outcome, outcome.why) == ("crashed", why)
+    assert outcome.stderr
+
+
+def test_the_guarded_check_was_really_over_a_paused_trainer(check: Callable[[str], gpu_check.Outcome]) -> None:
+    figures = check("guarded").figures
+    assert [figures[f"update {number}: away after"] for number in (1, 2, 3)] == ["all"] * 3
+    assert [figures[f"update {number}: guarded sections"] for number in (1, 2, 3)] == [2, 1, 1]
