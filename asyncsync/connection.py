@@ -371,7 +371,10 @@ class Connection:
         """The backend of a group of these."""
         if self._backend != "auto":
             return self._backend
-        return "nccl" if {status.device for status in ends} == {"cuda"} else "gloo"
+        ends = list(ends)
+        gpus = [gpu for status in ends for gpu in status.gpus]
+        own = len(set(gpus)) == len(gpus)  # NCCL refuses two members on one GPU: trainer and engine may share theirs
+        return "nccl" if own and {status.device for status in ends} == {"cuda"} else "gloo"
 
     async def _connect(
         self,

@@ -178,8 +178,8 @@ class MemorySaverGuard:
 
 
 def _on_device(device: int | None, function: Callable[[], T]) -> T:
-    if device is not None and torch.cuda.current_device() != device:
-        torch.cuda.set_device(device)  # not back again: the thread is ours, and each job says which it wants
+    if device is not None:  # also if it is that already: a thread is bound to a device only by setting it
+        torch.cuda.set_device(device)  # and not back again: each job says which it wants
     return function()
 
 

@@ -138,6 +138,7 @@ class TrainerStatus:
     Attributes:
         instance: Differs for every process (or object) that ever was this rank.
         device: Device type of its weights.
+        gpus: The UUIDs of the GPUs that they are on.
         connections: The groups it is in through which bytes go to engines.
         plan_digest: Digest of its plan.
         specs: What it will send; None if the caller knows this plan already.
@@ -160,6 +161,7 @@ class TrainerStatus:
     shared: tuple[str, int, int] | None = None
     epoch: int = 0
     control_group: bool = True
+    gpus: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,6 +172,7 @@ class EngineStatus:
         instance: Differs for every process (or object) that ever was this engine: a restart is a new one. Those of an
             engine of several ranks are joined by ``+``.
         device: Device type of its weights.
+        gpus: The UUIDs of the GPUs that they are on, where they are known.
         staged: Whether it holds new weights beside the old until the commit.
         whole_tensors: Whether it can take buckets only of whole tensors, of one dtype each.
         transport: What kind of group it joins.
@@ -220,6 +223,7 @@ class EngineStatus:
     paused: bool = False
     control_group: bool = True
     released: tuple[str, ...] = ()
+    gpus: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,12 +17,12 @@ from typing import Any, TypeVar
 
 import anyio
 import numpy as np
-import torch
 from torch import Tensor
 
 from asyncsync import cluster
 from asyncsync.buckets import Plan, replan
 from asyncsync.checksums import Witness
+from asyncsync.devices import gpu_of, settle
 from asyncsync.digests import Digests
 from asyncsync.errors import ConnectError, OutOfStepError, TransferError
 from asyncsync.gathering import CallGathering, ShardGathering, bring_shards, take_part
@@ -135,6 +135,7 @@ class RankWorker:
         return TrainerStatus(
             instance=self._instance,
             device=snapshot.device.type,
+            gpus=gpu_of(snapshot.device),
             connections=tuple(name for name, seat in self._engine_seats.items() if seat.connection == name),
             plan_digest=plan.digest,
             specs=None if plan.digest == known_digest else plan.specs,
@@ -148,9 +149,10 @@ class RankWorker:
     def _read(self, options: ReadOptions) -> tuple[Plan, Snapshot, HostCopies]:
         snapshot = self._source.read(name_map=options.name_map, dtype=options.dtype)
         plan = replan(self._plan, snapshot.specs, options.bucket_size, whole_tensors=options.whole_tensors)
-        if snapshot.device.type == "cuda":
-            self._sender.device = snapshot.device.index
-            torch.cuda.set_device(snapshot.device)
+        home = snapshot.device
+        if home.type == "cuda":
+            self._sender.device = home.index
+        settle(home)  # a training step that was started may still be writing them
         names = [spec.name for spec in snapshot.specs] if snapshot.tensors else []
         return plan, snapshot, HostCopies(names, snapshot.tensors)
 

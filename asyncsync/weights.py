@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from asyncsync.buckets import TensorSpec, list_names
+from asyncsync.devices import home_of
 from asyncsync.errors import PlanError, TransferError
 from asyncsync.masters import MasterWeights, NamedTensors, Pair
 from asyncsync.messages import NameMap
@@ -82,7 +83,7 @@ class Snapshot:
     @property
     def device(self) -> torch.device:
         """Where the weights are, whether or not their memory is there now."""
-        return self.tensors[0].device if self.tensors else torch.device("cpu")
+        return home_of(self.tensors)
 
 
 class WeightSource:

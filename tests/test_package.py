@@ -20,7 +20,7 @@ FLOORS = (
     {"errors", "report"},
     {
         *("shield", "threads", "digests", "buckets", "packing", "shards", "clock", "fanout", "coalesce", "lock"),
-        *("masters", "memory_saver", "guard"),
+        *("devices", "masters", "memory_saver", "guard"),
     },
     {"weights", "messages", "checksums", "cluster", "transports", "sending", "sender_thread", "gathering"},
     {"engines", "rank_worker", "trainer", "trainer_group", "shared_lock"},

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from asyncsync.buckets import Bucket, TensorSpec, plan_buckets
+from asyncsync.devices import home_of, settle
 from asyncsync.digests import StreamingDigests
 from asyncsync.engines.binding import Binding
 from asyncsync.packing import arena_views, hash_bucket, raw, unpack
@@ -87,13 +88,14 @@ class StagedLoader:
         self._binding = binding
         self._installed = installed
         self.device = device
-        self._home = next((tensor.device for tensor in binding.tensors), torch.device("cpu"))
+        self._home = home_of(binding.tensors)
         self._bounce: _Bounce | None = None
         self._spare: _Arena | None = None
         self._live: _Arena | None = None
         self._digests = StreamingDigests(0)
 
     def begin(self) -> None:
+        settle(self._home)
         plan = self._binding.plan
         if self._spare is None:
             self._spare = _Arena(self._binding, self._home)
@@ -127,6 +129,7 @@ class StagedLoader:
                 else:
                     tensor.data = view
                     self._installed[id(tensor)] = view
+        settle(self._home)
         self._spare, self._live = self._live, self._spare
 
     def _may_point_elsewhere(self, tensor: Tensor) -> bool:
@@ -206,11 +209,13 @@ class InPlaceLoader:
     def __init__(self, binding: Binding, device: str) -> None:
         self.touched = False
         self._binding = binding
+        self._home = home_of(binding.tensors)
         self.device = device
         self._bounce: _Bounce | None = None
         self._digests = StreamingDigests(0)
 
     def begin(self) -> None:
+        settle(self._home)
         self._binding.check_memory(self._binding.tensors)
         if self._bounce is None:
             self._bounce = _Bounce(self._binding.plan.largest_bucket, self.device)
@@ -230,6 +235,7 @@ class InPlaceLoader:
         return self._binding.plan.digest_of(self._digests.result())
 
     def commit(self) -> None:
+        settle(self._home)
         self.touched = False
 
     def discard(self) -> None:

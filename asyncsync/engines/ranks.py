@@ -166,6 +166,7 @@ def _join(statuses: Sequence[EngineStatus]) -> EngineStatus:
         front,
         instance="+".join(status.instance for status in statuses),
         device="+".join(sorted({status.device for status in statuses})),
+        gpus=tuple(gpu for status in statuses for gpu in status.gpus),
         staged=all(status.staged for status in statuses),
         policies=tuple(each for each in front.policies if all(each in status.policies for status in statuses)),
         world_size=sum(status.world_size for status in statuses),

@@ -70,6 +70,7 @@ class Receiver:
         record: What the engine knows of its weights.
         worker: The engine's worker thread.
         address: Gives this node's own address, by which others reach it.
+        device: Gives the CUDA device on which it receives; None if that is none, or to be found out.
 
     Attributes:
         seats: Its places in groups, by source.
@@ -77,12 +78,17 @@ class Receiver:
     """
 
     def __init__(
-        self, record: WeightRecord, worker: WorkerThread, address: Callable[[], str] = cluster.node_address
+        self,
+        record: WeightRecord,
+        worker: WorkerThread,
+        address: Callable[[], str] = cluster.node_address,
+        device: Callable[[], int | None] = lambda: None,
     ) -> None:
         self._record = record
         record.received = 0, 0, 0
         self._worker = worker
         self._address = address
+        self._device = device
         self.seats: dict[int, Seat] = {}
         self.session: Session | None = None
 
@@ -113,7 +119,7 @@ class Receiver:
 
     def _guard(self) -> MemorySaverGuard:
         # What an engine allocates to receive must not go when it releases its memory.
-        return memory_saver_guard(thread=self._worker)
+        return memory_saver_guard(thread=self._worker, device=self._device())
 
     def links(self, order: UpdateOrder) -> list[Link]:
         """The groups that an order names.

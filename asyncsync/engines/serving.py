@@ -15,10 +15,12 @@ import threading
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import replace
 
+import torch
 from torch import Tensor, nn
 
 from asyncsync import cluster
 from asyncsync.buckets import Plan
+from asyncsync.devices import gpu_of, home_of
 from asyncsync.engines.base import EngineReceipt
 from asyncsync.engines.binding import Binding, bind, local_tensors, module_shards
 from asyncsync.engines.gate import Generations
@@ -70,7 +72,7 @@ class ServedModule:
         self.generations = generations
         self._worker = WorkerThread("asyncsync-receiver")
         self.record = WeightRecord(generations.bar)
-        self.receiver = Receiver(self.record, self._worker)
+        self.receiver = Receiver(self.record, self._worker, device=lambda: self._home.index)
         self._installed: dict[int, Tensor] = {}
         self._stale_cache = False
         self._paused_for: int | None = None  # the epoch of the update it is paused for
@@ -117,7 +119,8 @@ class ServedModule:
         shards = await asyncio.to_thread(module_shards, self._module())
         released = self._look_at_memory()
         status = self.record.status(
-            device=self._device(),
+            device=self._home.type,
+            gpus=gpu_of(self._home),
             staged=self._staged,
             policies=self.generations.policies,
             connections=self.receiver.connections,
@@ -369,6 +372,6 @@ class ServedModule:
     def _plan(self) -> Plan | None:
         return self._binding.plan if self._binding else None
 
-    def _device(self) -> str:
-        tensors = itertools.chain(self._module().parameters(), self._module().buffers())
-        return next((tensor.device.type for tensor in tensors), "cpu")
+    @property
+    def _home(self) -> torch.device:
+        return home_of(itertools.chain(self._module().parameters(), self._module().buffers()))

@@ -40,6 +40,12 @@ def shareable(names: Sequence[str], tensors: Sequence[Tensor], *, repack: bool =
         )
     if tracked and door.is_tracked_here():
         raise MemorySaverError("copies made here would be the saver's, too: run this in memory_saver_guard()")
-    return tuple(
+    shared = tuple(
         tensor.contiguous().clone() if name in tracked else tensor for name, tensor in zip(names, tensors, strict=True)
     )
+    copies = [(name, copy) for name, copy in zip(names, shared, strict=True) if name in tracked and copy.is_cuda]
+    if left := [name for name, copy in copies if not is_ipc_capable(copy)]:
+        raise PlanError(
+            f"CUDA IPC cannot share what torch allocates here (expandable segments?): {list_names(left)}", names=left
+        )
+    return shared

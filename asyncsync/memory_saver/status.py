@@ -103,12 +103,13 @@ def _find_case(version: str | None) -> tuple[SaverCase, str, str | None]:
             "it is loaded, and LD_PRELOAD does not name it once (any more)",
             "leave LD_PRELOAD as it was when the process started: the saver finds its library by it",
         )
-    if "expandable_segments:True" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""):
-        return (
-            "broken",
-            "it does not work with expandable segments",
-            "take expandable_segments:True out of PYTORCH_CUDA_ALLOC_CONF",
-        )
+    for variable in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):  # the saver looks at the first only (0.0.10)
+        if "expandable_segments:True" in os.environ.get(variable, ""):
+            return (
+                "broken",
+                "it does not work with expandable segments",
+                f"take expandable_segments:True out of {variable}",
+            )
     if not _tracks_on_new_threads():
         return "regions only", "it is loaded, and TMS_INIT_ENABLE is off: nothing outside of a region is tracked", None
     rocm = "on ROCm nobody looks whether weights are paused: wake the trainer in before_update()"
