@@ -17,7 +17,7 @@ class OnDevice(torch.Tensor):
     """A tensor that says it is on the second GPU."""
 
     is_cuda = True
-    device = torch.device("cuda", 1)  # type: ignore[assignment]
+    device = torch.device("cuda", 1)
 
 
 def trainer(device: str, *gpus: str) -> TrainerStatus:
