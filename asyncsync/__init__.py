@@ -40,7 +40,7 @@ from asyncsync.errors import (
     WeightUpdateError,
     WeightUpdateTimeoutError,
 )
-from asyncsync.guard import memory_saver_guard
+from asyncsync.guard import MemorySaverGuard, memory_saver_guard
 from asyncsync.lock import RolloutLock
 from asyncsync.masters import MasterWeights
 from asyncsync.memory_saver.status import MemorySaverStatus, memory_saver_status
@@ -96,6 +96,7 @@ __all__ = [
     "MasterWeights",
     "MembershipError",
     "MemorySaverError",
+    "MemorySaverGuard",
     "MemorySaverStatus",
     "ModuleEngine",
     "NotReadyError",

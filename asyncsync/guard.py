@@ -84,9 +84,17 @@ class MemorySaverGuard:
         self._thread = thread or WorkerThread("asyncsync-guard")
         self._device = device
         self._disable = disable or _untracked
-        self._entered = False
+        self._is_inside = False
+        self._entered = False  # on its thread
+
+    def __repr__(self) -> str:
+        state = "entered" if self._is_inside else "not entered"
+        return f"<MemorySaverGuard {state}{'' if self.active else ', nothing to guard'}: {self._thread!r}>"
 
     async def __aenter__(self) -> Self:
+        if self._is_inside:
+            raise MemorySaverError("this guard is entered already: make another, guards nest")
+        self._is_inside = True
         if self.active:
             try:
                 await self._thread.run(self._enter, self._current_device())
@@ -94,6 +102,7 @@ class MemorySaverGuard:
                 self.leave_behind()
                 raise
             except Exception as error:
+                self._is_inside = False
                 self._end_own_thread()
                 raise MemorySaverError(
                     f"the memory-saver guard could not be entered: {type(error).__name__}: {error} "
@@ -104,6 +113,7 @@ class MemorySaverGuard:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._is_inside = False
         try:
             if self.active:
                 await shielded(self._thread.run(self._leave), CLEANUP_TIMEOUT)
@@ -119,18 +129,21 @@ class MemorySaverGuard:
 
     def run_behind(self, function: Callable[[], object]) -> None:
         """Enter it, run something, and leave it, behind what runs already. Does not wait; nobody hears of an error."""
+        self._thread.submit(self.run_here, function)
 
-        def run(device: int | None) -> None:
-            self._enter(device)
-            try:
-                function()
-            finally:
-                self._leave()
-
-        self._thread.submit(run, self._current_device())
+    def run_here(self, function: Callable[[], T]) -> T:
+        """Enter it, run something, and leave it, on its thread: for whoever is there. Blocks."""
+        if not self.active:
+            return function()
+        self._enter(self._device)
+        try:
+            return function()
+        finally:
+            self._leave()
 
     def leave_behind(self) -> None:
         """Have it left once what it runs is over. Does not wait, and nobody hears of an error."""
+        self._is_inside = False
         with suppress(ClosedError):  # a thread that was given up is nobody's any more
             self._thread.submit(self._leave)
         self._end_own_thread()
@@ -145,7 +158,12 @@ class MemorySaverGuard:
             function: What to run.
             args: Its arguments.
             on_cancel: Called when the wait is cancelled, to make a call that can be stopped return sooner.
+
+        Raises:
+            MemorySaverError: The guard is not entered: the work would be tracked.
         """
+        if not self._is_inside:
+            raise MemorySaverError("run() outside of the guard: use it inside of async with memory_saver_guard()")
         future = self._thread.submit(_on_device, self._current_device(), partial(function, *args))
         try:
             return await asyncio.wrap_future(future)

@@ -24,8 +24,9 @@ class MasterWeights:
     the module or state dict.
 
     Example:
-        >>> masters = {name: optimizer.state[p]["master_param"] for name, p in model.named_parameters()}
-        >>> super().__init__(asyncsync.MasterWeights(model, masters))
+        >>> masters = {name: weight.detach().float().cpu() for name, weight in model.named_parameters()}
+        >>> optimizer = torch.optim.AdamW(masters.values())  # steps on the host, with the gradients brought there
+        >>> trainer = asyncsync.TrainerRank(asyncsync.MasterWeights(model, masters))
 
     Each tensor is sent in the dtype of the weight, or in the synchronizer's ``dtype``; the conversion is torch's own
     (round to nearest even), as in ``weight.copy_(master)``. A weight without a master is read itself.
@@ -34,21 +35,41 @@ class MasterWeights:
         weights: What is sent: a module, a state dict, pairs of name and tensor, or a function that gives one.
         masters: The master of a weight, by the weight's name (of tied ones, any); of the same shape, and sharded in its
             own way if it is a DTensor. Or a function that returns them, called at each update.
+
+    Raises:
+        TypeError: One of the two is none of these.
     """
 
     def __init__(self, weights: NamedTensors | Callable[[], NamedTensors], masters: Masters) -> None:
-        self.weights = weights
+        if not (isinstance(weights, nn.Module | Mapping | Iterable) or callable(weights)):
+            raise TypeError(f"weights must be a module, a state dict or pairs, not {type(weights).__name__}")
+        if not (isinstance(masters, Mapping) or callable(masters)):
+            raise TypeError(f"masters must be a dict of tensors, by name, not {type(masters).__name__}")
+        # A one-shot iterator is read once, here.
+        self.weights: NamedTensors | Callable[[], NamedTensors] = (
+            list(weights) if isinstance(weights, Iterator) else weights
+        )
         self._masters = masters
 
     def pair(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[Pair]:
         """Weights, by name, with their masters.
 
         Raises:
-            PlanError: A master has no weight of its name or shape, or one of the two no floating-point numbers.
+            PlanError: Tied weights have two masters; or a master has no weight of its name or shape, or one of the two
+                no floating-point numbers.
         """
         masters = self._masters() if callable(self._masters) else self._masters
         named = list(weights)
-        own = {id(tensor): masters[name] for name, tensor in named if name in masters}  # tied ones share theirs
+        if not isinstance(masters, Mapping):
+            raise PlanError(f"the function that gives the masters returned {type(masters).__name__}, not a dict")
+        own: dict[int, Tensor] = {}  # by the weight: tied ones share theirs
+        rivals = [
+            name
+            for name, one in named
+            if name in masters and own.setdefault(id(one), masters[name]) is not masters[name]
+        ]
+        if rivals:
+            raise PlanError(f"tied weights have two masters: {list_names(rivals)}", names=sorted(rivals))
         if strangers := set(masters) - {name for name, _ in named}:
             raise PlanError(f"masters of no weight: {list_names(strangers)}", names=sorted(strangers))
         pairs = [Pair(name, tensor, own.get(id(tensor))) for name, tensor in named]

@@ -239,9 +239,7 @@ class RankWorker:
         try:
             return await self._send_weights(order)
         except BaseException:
-            if self._gathers_with_others and self._gathered_epoch != order.epoch:
-                # The other ranks may have begun to gather, and would wait for this one.
-                await shielded(self._run_or_give_up(CLEANUP_TIMEOUT, self._only_take_part))
+            await self._take_part_all_the_same(order.epoch)
             raise
 
     async def _run_or_give_up(self, timeout: float, function: Callable[..., T], *args: Any) -> T | None:
@@ -259,6 +257,13 @@ class RankWorker:
     @property
     def _gathers_with_others(self) -> bool:
         return self._gathers and len(self._holdings) > 1
+
+    async def _take_part_all_the_same(self, epoch: int) -> None:
+        """Gather, if that was not done in an update that has failed: the other ranks may have begun, and wait."""
+        if self._gathers_with_others and self._gathered_epoch != epoch:
+            self._gathered_epoch = epoch
+            guard = self._guard()
+            await shielded(self._run_or_give_up(CLEANUP_TIMEOUT, guard.run_here, self._only_take_part))
 
     def _only_take_part(self) -> None:
         if self._options is not None:
@@ -403,6 +408,8 @@ class RankWorker:
                 # An engine that receives by itself may be waiting for the first byte, and would go on to wait in the
                 # same group: for that of the next update.
                 self._sender.clean_up(self._close_links)
+        # Also where the order never came: Ray drops a call that is cancelled before it has begun.
+        await self._take_part_all_the_same(epoch)
 
     def close(self) -> None:
         """Leave the group and let the rank's threads end. Does not wait."""

@@ -56,6 +56,8 @@ def refused(call: Callable[[], object]) -> list[Any]:
 def reading() -> Found:
     """Every kind of tensor from its host copy; and which memory has none that may be asked for."""
     kinds = dict(Zoo(1).state_dict(keep_vars=True))
+    lazy = torch.randn(4, 3, dtype=torch.complex64)
+    kinds |= {"conjugate": lazy.conj(), "conjugate_slice": lazy[1:, ::2].conj(), "negative": lazy.conj().imag}
     expected = {name: content(tensor) for name, tensor in kinds.items()}
     placed = on_device(kinds)
     names, tensors = list(placed), list(placed.values())
@@ -356,6 +358,46 @@ async def own_code() -> Found:
     return sections.tracked
 
 
+class Slow(Gathered):
+    """Weights that can be made to wait while they are described."""
+
+    def __init__(self, sections: Sections) -> None:
+        super().__init__(sections)
+        self.go_on = threading.Event()
+        self.go_on.set()
+
+    def describe(self) -> Any:
+        self.go_on.wait(10)
+        return super().describe()
+
+
+async def after_a_failure() -> Found:
+    """An update that fails while a rank still reads: the others gather, and so does that one then, untracked."""
+    sections = [Sections(), Sections()]
+    weights = [Slow(own) for own in sections]
+    ranks = [asyncsync.TrainerRank(own) for own in weights]
+    engine = ToldEngine(nn.ParameterDict({"weight": torch.zeros(4)}))
+    async with asyncsync.WeightSynchronizer(ranks, [engine], timeout=60) as synchronizer:
+        await synchronizer.update_weights()
+        for own in sections:
+            own.tracked.clear()
+        weights[0].go_on.clear()
+        original = ranks[0].abort_send
+
+        async def go_on(epoch: int) -> None:
+            weights[0].go_on.set()
+            await original(epoch)
+
+        patched: Any = ranks[0]
+        patched.abort_send = go_on
+        engine.before["receive_weights"] = failing(OSError("no"))
+        try:
+            await synchronizer.update_weights()
+        except asyncsync.EngineError:
+            return {"tracked": [own.tracked for own in sections]}
+    return {}
+
+
 async def devices() -> Found:
     """Guarded work runs on the caller's CUDA device, or on the one that is named."""
     torch.cuda.set_device(3)
@@ -471,6 +513,8 @@ def statuses() -> Found:
         note("regions only")
     with changed("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"):
         note("expandable segments")
+    with changed("PYTORCH_ALLOC_CONF", "expandable_segments:True"):
+        note("expandable segments, by their new name")
     with changed("LD_PRELOAD", ""):
         note("no longer named")
     saver.hook_mode = "torch"
@@ -528,6 +572,7 @@ PROGRAMS: dict[str, Callable[[], Any]] = {
             cancelled,
             resumed_in_the_middle,
             own_code,
+            after_a_failure,
             devices,
             sharing,
         ),

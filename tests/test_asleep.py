@@ -247,8 +247,11 @@ async def test_those_who_take_their_time_to_go_back_to_sleep_are_not_taken_for_l
             engines[2]._asyncsync.receiver.seats[0].close()
             await asyncio.Event().wait()
 
+        slept = asyncio.Event()
+
         async def take_time() -> None:
-            await asyncio.sleep(0.3)
+            asyncio.get_running_loop().call_later(0.3, slept.set)  # far longer than the patience of before
+            await slept.wait()
 
         engines[2].before["receive_weights"] = leave
         engines[0].at["-weights"] = engines[1].at["-weights"] = take_time

@@ -230,6 +230,53 @@ async def test_an_exit_that_fails_rides_along_with_the_first_error() -> None:
     assert any("guard failed too" in note for note in caught.value.__notes__)
 
 
+@pytest.mark.parametrize("offload", [None, False])
+async def test_work_outside_of_it_is_refused(offload: bool | None) -> None:
+    thread = WorkerThread("mine")
+    guard = memory_saver_guard(offload=offload, disable=FakeSaver().disable, thread=thread)
+    with pytest.raises(MemorySaverError, match="outside of the guard"):
+        await guard.run(lambda: None)
+    assert "not entered" in repr(guard)
+    async with guard:
+        with pytest.raises(MemorySaverError, match="entered already"):
+            await guard.__aenter__()
+        assert "not entered" not in repr(guard)
+    with pytest.raises(MemorySaverError, match="outside of the guard"):
+        await guard.run(lambda: None)
+    thread.close()
+
+
+async def test_one_that_was_left_may_be_entered_again() -> None:
+    saver, thread = FakeSaver(), WorkerThread("mine")
+    guard = memory_saver_guard(disable=saver.disable, thread=thread)
+    for _ in range(2):
+        async with guard as guarded:
+            assert not await guarded.run(lambda: saver.tracking)
+        assert await thread.run(lambda: saver.tracking)
+    thread.close()
+
+
+async def test_it_gives_its_thread_up_when_it_cannot_be_left_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncsync.guard.CLEANUP_TIMEOUT", 0.05)
+    thread, began, go_on = WorkerThread("mine"), threading.Event(), threading.Event()
+
+    def work() -> None:
+        began.set()
+        go_on.wait(10)
+
+    async def guarded_work() -> None:
+        async with memory_saver_guard(disable=FakeSaver().disable, thread=thread) as guarded:
+            await guarded.run(work)
+
+    task = asyncio.create_task(guarded_work())
+    await asyncio.to_thread(began.wait, 10)
+    task.cancel()
+    await asyncio.wait([task], timeout=5)
+    assert task.cancelled(), "both waits are bounded"
+    assert thread.closed
+    go_on.set()
+
+
 async def test_context_variables_travel_with_the_work() -> None:
     variable: contextvars.ContextVar[int] = contextvars.ContextVar("variable")
     variable.set(5)

@@ -120,5 +120,33 @@ def test_masters_that_do_not_fit_are_refused_by_name(masters: Any, names: list[s
     assert list(caught.value.names) == names
 
 
+def test_pairs_that_come_once_are_kept() -> None:
+    policy = Policy(1)
+    source = WeightSource(MasterWeights(policy.named_parameters(), masters_of(policy)))
+    assert [source.read().specs for _ in range(2)] == [source.read().specs] * 2
+
+
+def test_tied_weights_have_one_master() -> None:
+    policy = Policy(1)
+    masters = masters_of(policy)
+    masters["output.weight"] = masters["embedding.weight"]
+    WeightSource(MasterWeights(policy, masters)).read()
+    masters["output.weight"] = masters["embedding.weight"].clone()
+    with pytest.raises(PlanError, match=r"two masters: output\.weight"):
+        WeightSource(MasterWeights(policy, masters)).read()
+
+
+@pytest.mark.parametrize(("weights", "masters"), [(3, {}), ({}, None), ({}, [torch.zeros(1)])])
+def test_what_is_none_of_these_is_refused_at_once(weights: Any, masters: Any) -> None:
+    with pytest.raises(TypeError):
+        MasterWeights(weights, masters)
+
+
+def test_a_function_of_masters_must_give_a_dict() -> None:
+    masters: Any = lambda: [torch.zeros(1)]  # noqa: E731
+    with pytest.raises(PlanError, match="not a dict"):
+        WeightSource(MasterWeights({"weight": torch.zeros(1)}, masters)).read()
+
+
 def test_a_trainer_rank_takes_them() -> None:
     asyncsync.TrainerRank(MasterWeights({"weight": torch.zeros(3)}, {}))

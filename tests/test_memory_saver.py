@@ -124,7 +124,8 @@ def test_a_saver_that_cannot_be_switched_off_is_an_error_that_says_why(run: Call
     [
         ("active", "active", True, "tracks what new threads allocate"),
         ("regions only", "regions only", False, "TMS_INIT_ENABLE is off"),
-        ("expandable segments", "broken", False, "expandable segments"),
+        ("expandable segments", "broken", False, "out of PYTORCH_CUDA_ALLOC_CONF"),
+        ("expandable segments, by their new name", "broken", False, "out of PYTORCH_ALLOC_CONF"),
         ("no longer named", "broken", False, "leave LD_PRELOAD as it was"),
         ("both", "broken", False, "leave one of the two out"),
         ("xpu", "xpu", False, "a thread of its own"),
@@ -234,6 +235,13 @@ def test_what_the_trainers_own_code_allocates_in_an_update_is_untracked(run: Cal
         "engine": {False},
         **{who: {True} for who in ("bystander", "bystander on a thread")},
     }
+
+
+def test_a_gathering_that_goes_on_after_a_failure_is_untracked(run: Callable[..., Found]) -> None:
+    first, second = run("after_a_failure")["tracked"]
+    assert not any(tracked for who in (first, second) for some in who.values() for tracked in some)
+    assert first["gather"], "it takes part all the same"
+    assert second["gather"]
 
 
 # -- sharing ----------------------------------------------------------------------------------------------------------

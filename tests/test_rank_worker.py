@@ -67,3 +67,43 @@ async def test_an_order_that_comes_after_its_abort_is_refused() -> None:
     with pytest.raises(OutOfStepError, match="has ended already"):
         await worker.send_weights(order)
     worker.close()
+
+
+class Gathering:
+    """Weights that all ranks put together: counts how often this one took part."""
+
+    def __init__(self) -> None:
+        self.times = 0
+
+    def describe(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
+        return [("w", torch.float32, (3,))]
+
+    def gather(self, name: str) -> Tensor:
+        self.times += 1
+        return torch.ones(3)
+
+
+async def test_a_rank_whose_order_never_came_takes_part_in_the_gathering_once() -> None:
+    """Ray drops a call that is cancelled before it has begun; another rank's may have begun, and waits in its gather."""
+    gathering = Gathering()
+    worker = RankWorker(gathering)
+    order = await order_for(worker)
+    await worker.share_holdings(1, (None, None))
+    await worker.abort_send(order.epoch)
+    assert gathering.times == 1
+    await worker.abort_send(order.epoch)
+    with pytest.raises(OutOfStepError, match="has ended already"):
+        await worker.send_weights(order)  # it was late
+    assert gathering.times == 1
+    worker.close()
+
+
+async def test_a_rank_that_has_gathered_does_not_do_so_again_when_the_update_fails_after_that() -> None:
+    gathering = Gathering()
+    worker = RankWorker(gathering)
+    order = await order_for(worker)
+    await worker.share_holdings(1, (None, None))
+    assert await worker.send_weights(order) is None
+    await worker.abort_send(order.epoch)
+    assert gathering.times == 1
+    worker.close()

@@ -46,6 +46,8 @@ class ModuleEngine:
     """
 
     control_group: str | None = None
+    keeps_released_weights: bool = False
+    """Whether :meth:`resume_memory` brings weights back as they were, from a copy: for you to set."""
 
     def __init__(self, module: nn.Module, *, staged: bool = True) -> None:
         if not isinstance(module, nn.Module):
@@ -58,6 +60,7 @@ class ModuleEngine:
             generations=GenerationGate(),
             flush=lambda: self.flush_cache(),
             memory=memory_of(self),
+            keeps_weights=lambda: self.keeps_released_weights,
         )
 
     def __getattr__(self, name: str) -> Any:
@@ -78,6 +81,7 @@ class ModuleEngine:
 
         Raises:
             TaintedEngineError: On entering: the engine holds part of an update.
+            EngineError: On entering: it is asleep.
         """
         assert isinstance(self._asyncsync.generations, GenerationGate)
         return Generation(self._asyncsync, self._asyncsync.generations)
@@ -91,7 +95,11 @@ class ModuleEngine:
         ``"weights"`` is what the module's parameters and buffers lie in; other names are yours. The tensors must stay
         those that they are: their bytes are gone, their shapes are not. An update wakes ``"weights"`` before it writes
         them (a staged engine, when it switches) and all else after, before generation resumes; if it fails, what it
-        has woken is released again. Put the engine to sleep while nobody generates and no update is under way.
+        has woken is released again. Put the engine to sleep with :meth:`sleep`, while nobody generates: its weights
+        count as lost from then on, unless ``keeps_released_weights`` is set, and nobody generates until it is awake.
+
+        Over torch_memory_saver, serve in place: a staged engine's weights move to memory of the library's with the
+        first update, and no region releases that.
 
         Example:
             >>> @asyncsync.remote(num_gpus=1)
@@ -106,7 +114,7 @@ class ModuleEngine:
             ...     def released_memory(self):
             ...         return self.released
             ...
-            ...     async def release_memory(self, tags):  # call it yourself to have the engine sleep
+            ...     async def release_memory(self, tags):
             ...         for tag in tags:
             ...             await asyncio.to_thread(torch_memory_saver.pause, tag)
             ...             self.released.add(tag)
@@ -133,6 +141,30 @@ class ModuleEngine:
             tags: Of it; none of them is released.
         """
         raise EngineError(f"{type(self).__name__} was woken by an update, and does not override release_memory()")
+
+    @cluster.control
+    async def sleep(self, tags: Collection[str]) -> None:
+        """Release memory, by :meth:`release_memory`, whichever of it is not released.
+
+        Args:
+            tags: Of it.
+
+        Raises:
+            EngineError: An update is under way, or it could not.
+        """
+        await self._asyncsync.sleep(tags)
+
+    @cluster.control
+    async def wake_up(self, tags: Collection[str]) -> None:
+        """Get memory back, by :meth:`resume_memory`, whichever of it is released. An update does so by itself.
+
+        Args:
+            tags: Of it.
+
+        Raises:
+            EngineError: It could not.
+        """
+        await self._asyncsync.wake_up(tags)
 
     @cluster.control
     async def weights_digest(self) -> str:
@@ -222,7 +254,15 @@ class Generation:
 
     async def __aenter__(self) -> int | None:
         await self._gate.enter()
+        self._check_awake()
         return self._served.weight_version
+
+    def _check_awake(self) -> None:
+        try:
+            self._served.check_awake()
+        except BaseException:
+            self._gate.leave()
+            raise
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -231,6 +271,7 @@ class Generation:
 
     def __enter__(self) -> int | None:
         self._gate.enter_blocking()
+        self._check_awake()
         return self._served.weight_version
 
     def __exit__(

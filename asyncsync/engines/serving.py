@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from asyncsync import cluster
-from asyncsync.buckets import Plan
+from asyncsync.buckets import Plan, list_names
 from asyncsync.devices import gpu_of, home_of
 from asyncsync.engines.base import EngineReceipt
 from asyncsync.engines.binding import Binding, bind, local_tensors, module_shards
@@ -28,7 +28,7 @@ from asyncsync.engines.loading import InPlaceLoader, Loader, StagedLoader
 from asyncsync.engines.ranks import WITHIN_CLEANUP, also
 from asyncsync.engines.receiving import Receiver, Session
 from asyncsync.engines.record import WeightRecord, all_names
-from asyncsync.engines.waking import OwnMemory, Woken, asleep_and_refused, time_to_wake
+from asyncsync.engines.waking import WAKE_TIMEOUT, OwnMemory, Woken, asleep_and_refused, time_to_wake
 from asyncsync.errors import EngineError, OutOfStepError, PlanError, TaintedEngineError
 from asyncsync.messages import WEIGHTS, Contacts, EngineStatus, Layout, Policy, Rendezvous, UpdateOrder
 from asyncsync.packing import digest_weights
@@ -63,11 +63,14 @@ class ServedModule:
         generations: Generations,
         flush: Callable[[], Awaitable[None]],
         memory: OwnMemory,
+        keeps_weights: Callable[[], bool] = lambda: False,
     ) -> None:
         self._module = module
         self._flush = flush
         self._memory = memory
+        self._keeps_weights = keeps_weights
         self._woken = Woken()
+        self._lost_weights = False  # they were released, with no copy kept, and not all were brought anew
         self._staged = staged
         self.generations = generations
         self._worker = WorkerThread("asyncsync-receiver")
@@ -173,6 +176,11 @@ class ServedModule:
             # Before anything has begun: left groups would be heard at the other ends before this error is.
             raise OutOfStepError("the module's tensors were replaced since the layout was agreed on")
         plan = self.receiver.check(order, None if binding is None else binding.plan)
+        if binding is not None and binding.partial and self._lost_weights:
+            raise EngineError(
+                "its weights were released with no copy kept, and this update brings only some of them (partial=True): "
+                "send all, or keep a copy (keeps_released_weights)"
+            )
         slept = bool(self._refuse_asleep(order))
         self._expect_end(order)
         self.record.see(order.epoch)
@@ -220,7 +228,8 @@ class ServedModule:
     async def give_weights(self, order: UpdateOrder) -> EngineReceipt:
         """See :meth:`asyncsync.GivingEngine.give_weights`."""
         self.record.see(order.epoch)
-        self._look_at_memory()
+        if WEIGHTS in self._look_at_memory():
+            raise OutOfStepError("this engine's weights are released")
         if self.weight_version != order.version:
             raise OutOfStepError(f"this engine serves version {self.weight_version}, not {order.version}")
         binding = self._binding
@@ -275,9 +284,31 @@ class ServedModule:
     def _look_at_memory(self) -> frozenset[str]:
         """What is released now. Weights that are have lost what they were, also when they are back."""
         released = self._memory.released
-        if WEIGHTS in released:
+        if WEIGHTS in released and not self._keeps_weights():
+            self._lost_weights = True
             self.record.lose(all_names(self._plan))
         return released
+
+    def check_awake(self) -> None:
+        """Refuse to generate with what is not there.
+
+        Raises:
+            EngineError: Memory is released.
+        """
+        if released := self._look_at_memory():
+            raise EngineError(f"the engine is asleep ({list_names(set(released))} released): an update wakes it")
+
+    async def sleep(self, tags: Collection[str]) -> None:
+        """Release memory. See :meth:`asyncsync.ModuleEngine.sleep`."""
+        if self.receiver.session is not None or self._paused_for is not None or self._switching:
+            raise EngineError("an update of it is not over: it cannot be put to sleep now")
+        await self._memory.put_back(tags, WAKE_TIMEOUT)
+        self._look_at_memory()
+
+    async def wake_up(self, tags: Collection[str]) -> None:
+        """Get memory back. See :meth:`asyncsync.ModuleEngine.wake_up`."""
+        self._look_at_memory()
+        await self._memory.wake(tags, WAKE_TIMEOUT)
 
     def _refuse_asleep(self, order: UpdateOrder) -> frozenset[str]:
         if (released := self._look_at_memory()) and not order.wake:
@@ -356,6 +387,7 @@ class ServedModule:
                 self.record.taint(f"update {session.order.version} could not be loaded", names)
                 raise
             self._stale_cache = True
+            self._lost_weights = self._lost_weights and self._binding is not None and self._binding.partial
             self.record.committed(session.order, names, session.digest)
 
     def _loader_for(self, device: str) -> Loader:

@@ -43,7 +43,7 @@ def start() -> None:
 
     with _starting:
         try:
-            torch_memory_saver._ensure_initialized()
+            _ = torch_memory_saver.retain_cpu_backup  # looking at anything makes it ready
         except AttributeError:  # somebody else was at it, and has done it
             if torch_memory_saver._impl is None:
                 raise
