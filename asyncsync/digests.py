@@ -33,6 +33,11 @@ def combine(layout_digest: str, digests: Digests) -> str:
     return xxhash.xxh3_128_hexdigest(layout_digest.encode() + digests.tobytes())
 
 
+def digest_of(data: memoryview) -> int:
+    """xxh3-64 of bytes."""
+    return xxhash.xxh3_64_intdigest(data)
+
+
 class StreamingDigests:
     """Takes the tensors' bytes as they pass by, bucket by bucket, and knows every tensor's digest at the end.
 

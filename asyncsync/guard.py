@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from types import TracebackType
@@ -116,7 +117,8 @@ class MemorySaverGuard:
         self._is_inside = False
         try:
             if self.active:
-                await shielded(self._thread.run(self._leave), CLEANUP_TIMEOUT)
+                left = self._thread.submit(self._leave)  # at once: it is left also if nobody waits for that
+                await shielded(_done(left), CLEANUP_TIMEOUT)
         except asyncio.CancelledError:
             raise
         except BaseException as failure:
@@ -190,9 +192,18 @@ class MemorySaverGuard:
         self._entered = True
 
     def _leave(self) -> None:
-        if self._entered:
-            self._entered = False
+        if not self._entered:
+            return
+        self._entered = False
+        try:
             _section.leave()
+        except BaseException:
+            self._thread.close()  # its flag is unknown, whoever hears of it
+            raise
+
+
+async def _done(future: Future[None]) -> None:
+    await asyncio.shield(asyncio.wrap_future(future))  # to give the wait up must not take it out of the queue
 
 
 def _on_device(device: int | None, function: Callable[[], T]) -> T:

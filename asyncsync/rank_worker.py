@@ -84,6 +84,7 @@ class RankWorker:
         self._plan: Plan | None = None
         self._bucket_sender = Sender(self._hasher)
         self._messages: list[Tensor] = []
+        self._left_behind: list[HostCopies] = []  # that an operation which was abandoned may still read
         self._sending: _Sending | None = None
         self._ended_epoch = 0
         self._sent: tuple[int, str, Digests] | None = None
@@ -146,7 +147,7 @@ class RankWorker:
             epoch=self._ended_epoch,
         )
 
-    def _read(self, options: ReadOptions) -> tuple[Plan, Snapshot, HostCopies]:
+    def _read(self, options: ReadOptions, keep: bool = False) -> tuple[Plan, Snapshot, HostCopies]:
         snapshot = self._source.read(name_map=options.name_map, dtype=options.dtype)
         plan = replan(self._plan, snapshot.specs, options.bucket_size, whole_tensors=options.whole_tensors)
         home = snapshot.device
@@ -154,7 +155,7 @@ class RankWorker:
             self._sender.device = home.index
         settle(home)  # a training step that was started may still be writing them
         names = [spec.name for spec in snapshot.specs] if snapshot.tensors else []
-        return plan, snapshot, HostCopies(names, snapshot.tensors)
+        return plan, snapshot, HostCopies(names, snapshot.tensors, keep=keep)
 
     async def open_trainer_group(self, rendezvous: Rendezvous) -> Contacts:
         """See :class:`~asyncsync.trainer.Trainer`.
@@ -283,23 +284,31 @@ class RankWorker:
         try:
             with sending.scope:
                 async with self._sender.transferring() as guarded:
-                    plan, snapshot, copies = await self._sender.worker.run(self._read, self._options)
+                    plan, snapshot, copies = await self._read_to_send(guarded, self._options)
                     self._check_in_step(order, plan, snapshot)
                     await self._leave_all_but(order.connections)
                     stop = threading.Event()
                     witness = Witness(plan, order.checksums) if order.checksums else None
-                    given = replace(snapshot, tensors=copies.tensors)
                     sending.begun, sending.quiet = True, False
                     try:
                         digests = await guarded.run(
-                            self._send, order.epoch, links, plan, given, stop, witness, on_cancel=stop.set
+                            self._send_what_stays,
+                            copies,
+                            order.epoch,
+                            links,
+                            plan,
+                            snapshot,
+                            stop,
+                            witness,
+                            on_cancel=stop.set,
                         )
-                        await guarded.run(copies.check_still_paused)
+                        sending.quiet = True
                     except BaseException:
                         left = await shielded(self._run_or_give_up(STUCK_TIMEOUT, self._break_off, links))
                         sending.quiet = left is True
                         raise
-                    sending.quiet = True
+                    finally:
+                        self._let_go(copies, sending)
                     if guarded.active:
                         await guarded.run(self._free_device_buffers)  # a trainer that is asleep keeps none
                 if digests is None:
@@ -340,6 +349,29 @@ class RankWorker:
                 raise OutOfStepError("the trainer's ranks are not in the groups that their shards go through")
             shards[rank] = link
         return _Links(engines, self._shards, shards)
+
+    def _let_go(self, copies: HostCopies, sending: _Sending) -> None:
+        if sending.quiet:
+            copies.release()
+        else:
+            self._left_behind.append(copies)
+
+    async def _read_to_send(self, guarded: MemorySaverGuard, options: ReadOptions) -> tuple[Plan, Snapshot, HostCopies]:
+        try:
+            return await self._sender.worker.run(self._read, options, keep=True)
+        except BaseException:
+            if guarded.active:  # it is left when its thread is free, which hangs maybe in what gives the weights
+                await shielded(self._run_or_give_up(STUCK_TIMEOUT, lambda: None))
+            raise
+
+    def _send_what_stays(
+        self, copies: HostCopies, epoch: int, links: _Links, plan: Plan, snapshot: Snapshot, *rest: Any
+    ) -> Digests | None:
+        """Send from where the weights can be read, and see whether they have stayed what they were."""
+        copies.begin()
+        digests = self._send(epoch, links, plan, replace(snapshot, tensors=copies.tensors), *rest)
+        copies.end()
+        return digests
 
     def _send(
         self,

@@ -14,6 +14,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -25,7 +26,7 @@ from asyncsync.threads import WorkerThread
 
 T = TypeVar("T")
 
-CONNECTING_TIMEOUT = 60.0
+CONNECTING_TIMEOUT = 10.0
 """Seconds after the last call that the section for connecting stays open, if no transfer comes."""
 
 _log = logging.getLogger("asyncsync")
@@ -81,11 +82,13 @@ class SenderThread:
                 try:
                     await guard.__aenter__()
                 except BaseException:
-                    if self._thread is thread:
+                    if self._connecting is guard:
                         self._connecting = None
                     raise
         self._stay_open()
-        return await thread.run(function, *args)  # cancelled, it is not waited for: the section is left behind it
+        # In a guard of its own, too: that of another who came before may have come to nothing. Cancelled, it is not
+        # waited for: the section is left behind it.
+        return await thread.run(self.guard().run_here, partial(function, *args))
 
     def opened(self, connection: str) -> None:
         """A group is being joined."""

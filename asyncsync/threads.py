@@ -41,6 +41,7 @@ class WorkerThread:
         self.name = name
         self._jobs: _Jobs = SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._starting = threading.Lock()
         self._closed = False
 
     def __repr__(self) -> str:
@@ -56,17 +57,24 @@ class WorkerThread:
         if self._closed:
             raise ClosedError(f"thread {self.name!r} is closed")
         if self._thread is None:
-            self._thread = threading.Thread(target=_work, args=(self._jobs,), name=self.name, daemon=True)
-            if not _threads:
-                atexit.unregister(_end_all)
-                atexit.register(_end_all)
-            _threads[self._thread] = self._jobs
-            self._thread.start()
-            weakref.finalize(self, self._jobs.put, None)  # the thread does not know its owner, and ends with it
+            with self._starting:
+                self._start()
         context = contextvars.copy_context()
         future: Future[T] = Future()
         self._jobs.put((future, lambda: context.run(function, *args, **kwargs)))
         return future
+
+    def _start(self) -> None:
+        if self._thread is not None:  # another was faster
+            return
+        thread = threading.Thread(target=_work, args=(self._jobs,), name=self.name, daemon=True)
+        if not _threads:
+            atexit.unregister(_end_all)
+            atexit.register(_end_all)
+        _threads[thread] = self._jobs
+        thread.start()
+        self._thread = thread
+        weakref.finalize(self, self._jobs.put, None)  # the thread does not know its owner, and ends with it
 
     async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run a job and wait for it.
@@ -86,6 +94,42 @@ class WorkerThread:
         if not self._closed:
             self._closed = True
             self._jobs.put(None)
+
+
+class RenewedThread:
+    """A worker thread, and another in its place once it was closed: by a guard that gave it up, say.
+
+    Args:
+        name: The threads' name.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._thread = WorkerThread(name)
+        self._ended = False
+
+    def __repr__(self) -> str:
+        return f"<RenewedThread: {self._thread!r}>"
+
+    @property
+    def current(self) -> WorkerThread:
+        """The thread of now."""
+        if self._thread.closed and not self._ended:
+            self._thread = WorkerThread(self._name)
+        return self._thread
+
+    def submit(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """See :meth:`WorkerThread.submit`."""
+        return self.current.submit(function, *args, **kwargs)
+
+    async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """See :meth:`WorkerThread.run`."""
+        return await self.current.run(function, *args, **kwargs)
+
+    def close(self) -> None:
+        """Let it end after the jobs it has, with no other in its place. Does not wait."""
+        self._ended = True
+        self._thread.close()
 
 
 def _end_all() -> None:

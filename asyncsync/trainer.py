@@ -106,9 +106,10 @@ class TrainerRank:
 
         Called on every rank at once before an update reads or connects anything, and :meth:`after_update` on every path
         after it: success, failure and cancellation. Both run on a thread of the library's, where no allocation is
-        tracked by the memory saver; they may block, and must not be ``async``. If this fails, so does the update, and
-        ``after_update`` is not called on this rank. A trainer that has hooks must have one synchronizer only: the end
-        of one's update would put it to sleep in the middle of another's.
+        tracked by the memory saver (its ``disable()`` is entered); they may block, and must not be ``async``. If this
+        fails, so does the update, and ``after_update`` is not called on this rank: the next update calls this again.
+        A trainer that has hooks must have one synchronizer only: the end of one's update would put it to sleep in the
+        middle of another's.
         """
 
     @_no_hook

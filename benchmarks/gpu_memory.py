@@ -98,7 +98,8 @@ async def host_copies(place: Place, notes: Notes, quick: bool) -> None:
     notes.expect("paused: away", place.away(tensors), place.paused)
     notes.expect("paused: plain memory is away", place.away([plain]), "none")
     notes.step("reading host copies")
-    asleep = HostCopies([*names, "plain"], [*tensors, plain])
+    asleep = HostCopies([*names, "plain"], [*tensors, plain], keep=True)
+    asleep.begin()
     wrong = [
         name
         for name, copy, tensor, wanted in zip(names, asleep.tensors, tensors, expected, strict=False)
@@ -109,7 +110,7 @@ async def host_copies(place: Place, notes: Notes, quick: bool) -> None:
     for reason, refused in (("keeps it nowhere", lost), ("none of the saver's", foreign)):
         if refused:
             notes.expect(f"refused: {reason}", _refusal(list(refused), list(refused.values()), reason), list(refused))
-    asleep.check_still_paused()
+    asleep.end()
     notes.step("resuming")
     place.resume()
     ask("resumed")
@@ -117,7 +118,7 @@ async def host_copies(place: Place, notes: Notes, quick: bool) -> None:
     notes.expect("resumed: bytes are equal", [content(tensor) for tensor in tensors] == expected, True)
     if place.saver is not None:
         try:
-            asleep.check_still_paused()
+            asleep.end()
         except asyncsync.MemorySaverError as error:
             notes["resumed: old copies"] = said(error)
         else:

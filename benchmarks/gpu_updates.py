@@ -186,11 +186,13 @@ async def guarded(place: Place, notes: Notes, quick: bool) -> None:
 class LiveReading:
     """In place of reading host copies: tensors are read where they lie, whether or not there is memory."""
 
-    def __init__(self, names: Sequence[str], tensors: Sequence[Tensor]) -> None:
+    def __init__(self, names: Sequence[str], tensors: Sequence[Tensor], *, keep: bool = False) -> None:
         self.tensors = tuple(tensors)
 
-    def check_still_paused(self) -> None:
-        """Nothing is."""
+    def begin(self) -> None:
+        """Nothing is noted."""
+
+    end = release = begin
 
 
 async def unguarded_host_copies(place: Place, notes: Notes, quick: bool) -> None:

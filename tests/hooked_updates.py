@@ -6,6 +6,7 @@ The process is started with TMS_INIT_ENABLE_CPU_BACKUP=1: what the trainer alloc
 from __future__ import annotations
 
 import asyncio
+import doctest
 import importlib.metadata
 import json
 import os
@@ -14,6 +15,7 @@ import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,7 +26,7 @@ import asyncsync
 from asyncsync.engines.loading import InPlaceLoader
 from asyncsync.guard import memory_saver_guard
 from asyncsync.memory_saver import door
-from asyncsync.memory_saver.driver import is_mapped
+from asyncsync.memory_saver.driver import is_ipc_capable, is_mapped
 from asyncsync.memory_saver.host_copies import HostCopies
 from asyncsync.memory_saver.sharing import shareable
 from tests.cancelling import CancelAt
@@ -76,7 +78,8 @@ def reading() -> Found:
     with memory_unknown_to_torch():
         unknown = device.on_device(torch.arange(9))
     saver.pause()
-    asleep = HostCopies([*names, "kept", "untracked", "on_host"], [*tensors, kept, untracked, on_host])
+    asleep = HostCopies([*names, "kept", "untracked", "on_host"], [*tensors, kept, untracked, on_host], keep=True)
+    asleep.begin()
     copies, (kept_copy, *others) = asleep.tensors[: len(names)], asleep.tensors[len(names) :]
     without = {"lost": [*lost, kept], "spilled": [spilled], "foreign": [foreign], "unknown": [unknown]}
     found: Found = {
@@ -96,10 +99,10 @@ def reading() -> Found:
     }
     os.environ["TMS_INIT_ENABLE_CPU_BACKUP"] = "0"
     found["refused"]["off"] = refused(lambda: HostCopies(["weight"], [placed["matrix_float32"]]))
-    asleep.check_still_paused()
+    asleep.end()
     saver.resume()
     try:
-        asleep.check_still_paused()
+        asleep.end()
     except asyncsync.MemorySaverError as error:
         found["resumed"] = str(error)
     return found
@@ -266,34 +269,97 @@ async def released() -> Found:
     return found
 
 
+async def documented() -> Found:
+    """The engine of a docstring of ModuleEngine's: it sleeps, refuses to generate, and is woken by an update."""
+
+    def build_model() -> nn.Module:
+        model = nn.ParameterDict({"weight": torch.zeros(5)})
+        model["weight"] = nn.Parameter(device.on_device(torch.zeros(5)), requires_grad=False)
+        return model
+
+    def undecorated(**options: Any) -> Callable[[type], type]:
+        return lambda kind: kind
+
+    names: dict[str, Any] = {"asyncio": asyncio, "build_model": build_model, "build_cache": lambda: device.allocate(64)}
+    names["asyncsync"] = SimpleNamespace(ModuleEngine=asyncsync.ModuleEngine, remote=undecorated)
+    for example in doctest.DocTestParser().get_examples(asyncsync.ModuleEngine.released_memory.__doc__ or ""):
+        exec(example.source, names)
+    engine, weights, found = names["Engine"](), {"weight": torch.arange(5.0)}, Found()
+    async with asyncsync.WeightSynchronizer(asyncsync.TrainerRank(weights), [engine], timeout=60) as synchronizer:
+        await synchronizer.update_weights()
+        await engine.sleep({"weights", "kv_cache"})
+        found["asleep"] = not is_mapped(engine.module["weight"])
+        found["version asleep"] = engine.weight_version
+        try:
+            async with engine.generating():
+                found["generated"] = True
+        except asyncsync.AsyncSyncError as error:
+            found["refused"] = str(error)
+        await synchronizer.update_weights()
+        async with engine.generating() as version:
+            found["awake"] = [version, engine.module["weight"].tolist(), sorted(engine.released_memory())]
+    return found
+
+
 async def resumed_in_the_middle() -> Found:
     """A trainer that is resumed while its weights are read: whatever was sent, no engine may switch to it."""
-    weights = {"weight": device.on_device(torch.arange(64.0))}
-    engine = ToldEngine(nn.ParameterDict({"weight": torch.zeros(64)}))
+    weights = {"weight": device.on_device(torch.zeros(1 << 18))}  # so large that what is freed is really gone
+    engine = ToldEngine(nn.ParameterDict({"weight": torch.ones(1 << 18)}))
+    reading, read = HostCopies.begin, HostCopies.end
+    begun, resumed = threading.Event(), threading.Event()
+
+    def begin(copies: HostCopies) -> None:
+        reading(copies)
+        begun.set()
+        resumed.wait(10)
+
+    def end(copies: HostCopies) -> None:
+        resumed.wait(10)
+        read(copies)
+
+    patched: Any = HostCopies
+    found: Found = {}
     async with asyncsync.WeightSynchronizer(asyncsync.TrainerRank(weights), [engine], timeout=60) as synchronizer:
         await synchronizer.update_weights()
         saver.pause()
+        for moment in ("before", "after"):
+            for again in (False, True):
+                begun.clear()
+                resumed.clear()
 
-        resumed = threading.Event()
+                async def resume(again: bool = again) -> None:
+                    await asyncio.to_thread(begun.wait, 10)
+                    saver.resume()
+                    if again:
+                        weights["weight"].add_(1)
+                        saver.pause()
+                    resumed.set()
 
-        async def resume() -> None:
-            saver.resume()
-            resumed.set()
+                getattr(engine, moment)["receive_weights"] = resume
+                patched.begin, patched.end = (begin, read) if moment == "before" else (_begun(begun), end)
+                try:
+                    await synchronizer.update_weights()
+                except asyncsync.TrainerError as error:
+                    found[f"{moment}{' and paused again' if again else ''}"] = [str(error), engine.weight_version]
+                patched.begin, patched.end = reading, read
+                if not again:
+                    saver.pause()
+        found["retains"] = saver.retain_cpu_backup
+        saver.retain_cpu_backup = True
+        await synchronizer.update_weights()
+        found["retains what it did"] = saver.retain_cpu_backup
+        found["works on"] = contents(engine.module)["weight"] == content(torch.full((1 << 18,), 2.0))
+    return found
 
-        engine.after["receive_weights"] = resume
-        original = HostCopies.check_still_paused
 
-        def check_when_resumed(copies: HostCopies) -> None:
-            resumed.wait(10)
-            original(copies)
+def _begun(event: threading.Event) -> Callable[[HostCopies], None]:
+    begin = HostCopies.begin
 
-        patched: Any = HostCopies
-        patched.check_still_paused = check_when_resumed
-        try:
-            await synchronizer.update_weights()
-        except asyncsync.TrainerError as error:
-            return {"error": str(error), "version": engine.weight_version}
-    return {}
+    def begin_and_tell(copies: HostCopies) -> None:
+        begin(copies)
+        event.set()
+
+    return begin_and_tell
 
 
 class Looking(asyncsync.TrainerRank):
@@ -483,7 +549,13 @@ async def sharing() -> Found:
         shareable(names, tensors)
     except asyncsync.MemorySaverError as error:
         found["tracked here"] = str(error)
+    patched: Any = device.OnStub
+    patched.clone = lambda tensor: device.on_device(
+        tensor.as_subclass(Tensor)
+    )  # as on a GPU
     shared = await _untracked(lambda: shareable(names, tensors))
+    found["can be shared"] = is_ipc_capable(shared[1])
+    del patched.clone
     found["itself"] = [one is other for one, other in zip(shared, tensors, strict=True)]
     found["equal"] = [content(one) == content(other) for one, other in zip(shared, tensors, strict=True)]
     found["elsewhere"] = shared[1].data_ptr() != tracked.data_ptr()
@@ -569,6 +641,7 @@ PROGRAMS: dict[str, Callable[[], Any]] = {
             updated,
             refusing,
             released,
+            documented,
             cancelled,
             resumed_in_the_middle,
             own_code,

@@ -14,7 +14,7 @@ import ray
 from torch import nn
 
 import asyncsync
-from asyncsync import EngineState, WeightUpdateError
+from asyncsync import EngineError, EngineState, WeightUpdateError
 from asyncsync.engines import EngineReceipt
 from asyncsync.engines.serving import ServedModule
 from asyncsync.engines.waking import OwnMemory, Woken
@@ -559,3 +559,73 @@ async def test_what_is_put_back() -> None:
     assert woken.to_put_back(7, 0, whole=False) == {"weights"}
     woken.begin(8, 7)
     assert woken.to_put_back(8, 7, whole=False) == set()
+
+
+@BOTH
+async def test_whoever_wants_to_generate_with_what_is_not_there_is_refused(staged: bool) -> None:
+    async with fleet(staged) as (trainer, (engine,), synchronizer):
+        await synchronizer.update_weights()
+        await engine.sleep({"kv_cache"})
+        for _ in range(2):
+            with pytest.raises(EngineError, match=r"asleep .kv_cache released."):
+                await engine.generate()
+        with pytest.raises(EngineError, match="asleep"), engine.generating():
+            pytest.fail("entered")
+        await engine.wake({"kv_cache"})
+        await assert_serves(engine, 1, trainer)
+
+
+@BOTH
+async def test_weights_that_were_released_and_woken_by_hand_are_lost(staged: bool) -> None:
+    async with fleet(staged) as (trainer, (engine,), synchronizer):
+        await synchronizer.update_weights()
+        await asyncsync.ModuleEngine.sleep(engine, {"weights"})
+        assert engine.weight_version is None
+        await asyncsync.ModuleEngine.wake_up(engine, {"weights"})
+        with pytest.raises(asyncsync.TaintedEngineError):
+            await engine.generate()
+        engine.moves.clear()
+        await synchronizer.update_weights()
+        await assert_serves(engine, 2, trainer)
+
+
+async def test_sleeping_twice_and_waking_twice_is_asked_for_once() -> None:
+    async with fleet(False) as (_, (engine,), _):
+        for _ in range(2):
+            await asyncsync.ModuleEngine.sleep(engine, ALL)
+        for _ in range(2):
+            await asyncsync.ModuleEngine.wake_up(engine, {"kv_cache"})
+        assert engine.moves == ["-kv_cache", "-weights", "+kv_cache"]
+        await asyncsync.ModuleEngine.wake_up(engine, {"weights"})
+
+
+async def test_it_is_not_put_to_sleep_in_the_middle_of_an_update() -> None:
+    async with fleet(False) as (trainer, (engine,), synchronizer):
+
+        async def sleep() -> None:
+            with pytest.raises(EngineError, match="not over"):
+                await asyncsync.ModuleEngine.sleep(engine, ALL)
+
+        engine.after["receive_weights"] = sleep
+        await synchronizer.update_weights()
+        await assert_serves(engine, 1, trainer)
+
+
+@BOTH
+async def test_weights_that_are_lost_are_not_repaired_by_an_update_of_some_of_them(staged: bool) -> None:
+    async with fleet(staged, partial=True) as (_, (engine,), synchronizer):
+        await synchronizer.update_weights()
+        await engine.sleep()
+        error = await failure(synchronizer.update_weights())
+        assert "keep a copy" in str(error)
+        await engine.wake()
+        assert "keep a copy" in str(await failure(synchronizer.update_weights())), "nor when they are back"
+        engine.keeps_released_weights = True
+        assert "keep a copy" in str(await failure(synchronizer.update_weights())), "these are gone"
+    async with fleet(staged, partial=True) as (trainer, (engine,), synchronizer):
+        engine.keeps_released_weights = True
+        await synchronizer.update_weights()
+        await engine.sleep()
+        assert engine.weight_version == 1, "they come back as they were"
+        await synchronizer.update_weights()
+        await assert_serves(engine, 2, trainer)

@@ -215,6 +215,14 @@ def test_nothing_is_written_to_memory_that_an_engine_has_released(run: Callable[
     assert found["awake"] == [[0.0, 1.0, 2.0, 3.0], [0.0, 1.0, 2.0]]
 
 
+def test_the_documented_engine_sleeps_and_is_woken(run: Callable[..., Found]) -> None:
+    found = run("documented")
+    assert (found["asleep"], found["version asleep"]) == (True, None)
+    assert "generated" not in found
+    assert "released" in found["refused"]
+    assert found["awake"] == [2, [0.0, 1.0, 2.0, 3.0, 4.0], []]
+
+
 def test_a_trainer_that_is_cancelled_at_any_await_leaves_every_thread_as_it_was(run: Callable[..., Found]) -> None:
     found = run("cancelled")
     assert found["wrong"] == []
@@ -224,8 +232,12 @@ def test_a_trainer_that_is_cancelled_at_any_await_leaves_every_thread_as_it_was(
 
 def test_a_trainer_that_is_resumed_in_the_middle_fails_the_update(run: Callable[..., Found]) -> None:
     found = run("resumed_in_the_middle")
-    assert "was resumed in the middle of an update" in found["error"]
-    assert found["version"] == 1
+    for moment in ("before", "before and paused again", "after", "after and paused again"):
+        error, version = found[moment]
+        assert "was resumed in the middle of an update" in error
+        assert version == 1
+    assert found["works on"]
+    assert (found["retains"], found["retains what it did"]) == (False, True), "as its owner has it"
 
 
 def test_what_the_trainers_own_code_allocates_in_an_update_is_untracked(run: Callable[..., Found]) -> None:
@@ -254,6 +266,7 @@ def test_memory_that_cuda_ipc_cannot_share_is_copied_out_or_refused(run: Callabl
     assert "memory_saver_guard" in found["tracked here"]
     assert (found["itself"], found["equal"]) == ([True, False, True], [True] * 3)
     assert found["elsewhere"]
+    assert found["can be shared"]
 
 
 # -- the life of a trainer that sleeps --------------------------------------------------------------------------------

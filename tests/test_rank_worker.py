@@ -84,7 +84,7 @@ class Gathering:
 
 
 async def test_a_rank_whose_order_never_came_takes_part_in_the_gathering_once() -> None:
-    """Ray drops a call that is cancelled before it has begun; another rank's may have begun, and waits in its gather."""
+    """Ray drops a call that is cancelled before it has begun; another rank may have begun, and waits in its gather."""
     gathering = Gathering()
     worker = RankWorker(gathering)
     order = await order_for(worker)

@@ -102,6 +102,7 @@ class ModuleEngine:
         first update, and no region releases that.
 
         Example:
+            >>> from torch_memory_saver import torch_memory_saver
             >>> @asyncsync.remote(num_gpus=1)
             ... class Engine(asyncsync.ModuleEngine):
             ...     def __init__(self):

@@ -24,7 +24,7 @@ from asyncsync.errors import ConnectError, EngineError, OutOfStepError, Transfer
 from asyncsync.guard import MemorySaverGuard, memory_saver_guard
 from asyncsync.messages import Contacts, Rendezvous, UpdateOrder
 from asyncsync.sending import wait
-from asyncsync.threads import WorkerThread
+from asyncsync.threads import RenewedThread
 from asyncsync.transports.base import QUIET_TIMEOUT, Link
 from asyncsync.transports.seat import Seat
 
@@ -80,7 +80,7 @@ class Receiver:
     def __init__(
         self,
         record: WeightRecord,
-        worker: WorkerThread,
+        worker: RenewedThread,
         address: Callable[[], str] = cluster.node_address,
         device: Callable[[], int | None] = lambda: None,
     ) -> None:
@@ -119,7 +119,7 @@ class Receiver:
 
     def _guard(self) -> MemorySaverGuard:
         # What an engine allocates to receive must not go when it releases its memory.
-        return memory_saver_guard(thread=self._worker, device=self._device())
+        return memory_saver_guard(thread=self._worker.current, device=self._device())
 
     def links(self, order: UpdateOrder) -> list[Link]:
         """The groups that an order names.
@@ -187,11 +187,11 @@ class Receiver:
                 session.received = True
                 return session.digest
         finally:
+            session.ended.set()
             self._record.received = order.epoch, session.arrived, len(plan.buckets)
             if not session.received:
                 self.close(links)  # operations may still run in them
                 self._worker.submit(self._drop, session)
-            session.ended.set()
         what = "was aborted" if scope.deadline > anyio.current_time() else "took too long"
         raise TransferError(f"receiving the weights of update {order.version} {what}")
 

@@ -34,7 +34,7 @@ from asyncsync.messages import WEIGHTS, Contacts, EngineStatus, Layout, Policy, 
 from asyncsync.packing import digest_weights
 from asyncsync.sending import OwnTensors, Sender
 from asyncsync.shield import shielded
-from asyncsync.threads import WorkerThread
+from asyncsync.threads import RenewedThread, WorkerThread
 
 _log = logging.getLogger("asyncsync")
 
@@ -73,7 +73,7 @@ class ServedModule:
         self._lost_weights = False  # they were released, with no copy kept, and not all were brought anew
         self._staged = staged
         self.generations = generations
-        self._worker = WorkerThread("asyncsync-receiver")
+        self._worker = RenewedThread("asyncsync-receiver")
         self.record = WeightRecord(generations.bar)
         self.receiver = Receiver(self.record, self._worker, device=lambda: self._home.index)
         self._installed: dict[int, Tensor] = {}
@@ -176,12 +176,12 @@ class ServedModule:
             # Before anything has begun: left groups would be heard at the other ends before this error is.
             raise OutOfStepError("the module's tensors were replaced since the layout was agreed on")
         plan = self.receiver.check(order, None if binding is None else binding.plan)
+        slept = bool(self._refuse_asleep(order))
         if binding is not None and binding.partial and self._lost_weights:
             raise EngineError(
                 "its weights were released with no copy kept, and this update brings only some of them (partial=True): "
                 "send all, or keep a copy (keeps_released_weights)"
             )
-        slept = bool(self._refuse_asleep(order))
         self._expect_end(order)
         self.record.see(order.epoch)
         self._woken.begin(order.epoch, self.record.committed_epoch)
@@ -332,6 +332,7 @@ class ServedModule:
             return
         try:
             await self._memory.put_back(tags, WITHIN_CLEANUP)
+            self._woken.was_put_back(tags)
         except EngineError as error:
             _log.warning("after a failed update: %s", error)
             record.taint(f"it could not be put back to sleep: {error}", all_names(self._plan))

@@ -67,6 +67,10 @@ class Woken:
         """It wakes these now: noted before it does so, since it may be cut off."""
         self.tags |= frozenset(tags)
 
+    def was_put_back(self, tags: Collection[str]) -> None:
+        """These sleep again: whoever wakes them now is somebody else."""
+        self.tags -= frozenset(tags)
+
     def to_put_back(self, epoch: int, committed: int, *, whole: bool) -> frozenset[str]:
         """What has to be put back to sleep as an update is aborted.
 
@@ -101,8 +105,15 @@ class OwnMemory:
 
     @property
     def released(self) -> frozenset[str]:
-        """What is released now."""
-        return frozenset(self._released())
+        """What is released now.
+
+        Raises:
+            EngineError: The engine's own code does not give tags.
+        """
+        tags = self._released()
+        if isinstance(tags, str) or not isinstance(tags, Collection):
+            raise EngineError(f"released_memory() must give a collection of tags, not {tags!r}")
+        return frozenset(tags)
 
     async def wake(self, tags: Collection[str], timeout: float) -> None:
         """Get back whichever of these is released. A call that has begun comes to its end, whoever is cancelled.

@@ -85,6 +85,38 @@ def host_copy(flat: Tensor) -> Tensor | None:
     return copy
 
 
+class KeptCopies:
+    """While one of these is held, host copies outlive their pause: what reads them does not lose the ground it is on.
+
+    The saver frees a copy as its memory is resumed, unless it was told to retain it; that is told for the process.
+    """
+
+    _lock = threading.Lock()
+    _held = 0
+    _before = False
+
+    def __init__(self) -> None:
+        from torch_memory_saver import torch_memory_saver
+
+        self._saver: Any = torch_memory_saver
+        self._is_held = True
+        with KeptCopies._lock:
+            if KeptCopies._held == 0:
+                KeptCopies._before = bool(self._saver.retain_cpu_backup)
+                self._saver.retain_cpu_backup = True
+            KeptCopies._held += 1
+
+    def release(self) -> None:
+        """Let them go; no error if they were let go already."""
+        with KeptCopies._lock:
+            if not self._is_held:
+                return
+            self._is_held = False
+            KeptCopies._held -= 1
+            if KeptCopies._held == 0:
+                self._saver.retain_cpu_backup = KeptCopies._before
+
+
 def regions() -> Mapping[tuple[int, int], str | None]:
     """Its regions by the identity of their memory pools: why what is in one has no host copy, or None if it has."""
     saver = _saver()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import weakref
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -10,22 +11,26 @@ import torch
 from torch import Tensor
 
 from asyncsync.buckets import list_names
+from asyncsync.digests import digest_of
 from asyncsync.errors import MemorySaverError, PlanError
 from asyncsync.memory_saver import door
 from asyncsync.memory_saver.driver import absent, is_mapped
-from asyncsync.memory_saver.status import is_on
+from asyncsync.memory_saver.status import was_always_on
 
 _DEFAULT_POOL = (0, 0)
+_UNKNOWN_POOL = (-1, -1)
 
 
 class HostCopies:
     """Tensors as they can be read now: those whose memory is paused, from the saver's host copies.
 
-    A host copy is no copy of ours: it is the saver's own memory, and goes when the tensor's memory is resumed.
+    A host copy is no copy of ours: it is the saver's own memory, and the next pause writes to it. So who reads it holds
+    it (``keep``), and looks in the end whether it is what it was.
 
     Args:
         names: What errors call the tensors.
         tensors: Tensors of any device, whose memory may be paused. Make it on a thread that has their device set.
+        keep: Whether they are to be read: until :meth:`release` a copy stays where it is, even if memory is resumed.
 
     Raises:
         PlanError: Memory is paused, and has no host copy; by name.
@@ -35,25 +40,53 @@ class HostCopies:
         tensors: The same tensors, in order; those that are paused are views of host memory, not to be written to.
     """
 
-    def __init__(self, names: Sequence[str], tensors: Sequence[Tensor]) -> None:
+    def __init__(self, names: Sequence[str], tensors: Sequence[Tensor], *, keep: bool = False) -> None:
         self._names = names
-        self._away = {index: tensors[index] for index in absent(tensors)}
-        self.tensors = tuple(tensors)
-        if self._away:
-            self._refuse_without_copy()
-            self.tensors = tuple(_read(one) if index in self._away else one for index, one in enumerate(tensors))
+        # Before anybody looks what is paused: it may be resumed in this moment.
+        self._kept = door.KeptCopies() if keep and door.is_in_use() else None
+        if self._kept is not None:
+            weakref.finalize(self, self._kept.release)  # should nobody be left to do so
+        self._digests: dict[int, int] = {}
+        try:
+            self._away = {index: tensors[index] for index in absent(tensors)}
+            if self._away:
+                self._refuse_without_copy()
+            copies = {index: _copy_of(tensor) for index, tensor in self._away.items()}
+        except BaseException:
+            self.release()
+            raise
+        self._memory = {index: memory for index, (_, memory) in copies.items()}
+        self.tensors = tuple(copies[index][0] if index in copies else one for index, one in enumerate(tensors))
+        if not copies:
+            self.release()
 
-    def check_still_paused(self) -> None:
-        """See whether all that was paused still is: else what was read may have been anything.
+    def begin(self) -> None:
+        """Note what is read, before the first byte of it is. Blocks."""
+        self._digests = self._hash()
+
+    def end(self) -> None:
+        """See whether what was read has stayed what it was: who resumes a trainer may pause it again. Blocks.
 
         Raises:
-            MemorySaverError: Memory was resumed meanwhile.
+            MemorySaverError: Memory was resumed meanwhile, or its copy was written to.
         """
-        if awake := [self._names[index] for index, tensor in self._away.items() if is_mapped(tensor)]:
+        now = self._hash()
+        changed = [
+            index for index, tensor in self._away.items() if now[index] != self._digests[index] or is_mapped(tensor)
+        ]
+        if changed:
             raise MemorySaverError(
-                "the trainer was resumed in the middle of an update that read its weights from their host copies, and "
-                f"these are gone by that: keep it paused until the update is over ({list_names(awake)})"
+                "the trainer was resumed in the middle of an update that read its weights from their host copies: keep "
+                f"it paused until the update is over ({list_names([self._names[index] for index in changed])})"
             )
+
+    def release(self) -> None:
+        """Nothing is read any more."""
+        if self._kept is not None:
+            self._kept.release()
+
+    def _hash(self) -> dict[int, int]:
+        return {index: digest_of(memory) for index, memory in self._memory.items()}
 
     def _refuse_without_copy(self) -> None:
         segments = _Segments()
@@ -71,8 +104,8 @@ class HostCopies:
             )
 
 
-def _read(tensor: Tensor) -> Tensor:
-    """A paused tensor's host copy, without copying it: same dtype, shape and strides."""
+def _copy_of(tensor: Tensor) -> tuple[Tensor, memoryview]:
+    """A paused tensor's host copy, not copied: same dtype, shape and strides; and the memory that it is a view of."""
     physical = tensor.detach()
     if tensor.is_conj():  # lazily: the memory has the other value
         physical = physical.conj()
@@ -85,7 +118,9 @@ def _read(tensor: Tensor) -> Tensor:
     copy = host.as_strided(tensor.shape, tensor.stride())
     if tensor.is_conj():
         copy = copy.conj()
-    return torch._neg_view(copy) if tensor.is_neg() else copy
+    if tensor.is_neg():
+        copy = torch._neg_view(copy)
+    return copy, memoryview(host.view(torch.uint8).numpy())  # type: ignore[arg-type]  # numpy arrays are buffers
 
 
 class _Segment(NamedTuple):
@@ -103,7 +138,7 @@ class _Segments:
             _Segment(
                 start=segment["address"],
                 stop=segment["address"] + segment["total_size"],
-                pool=tuple(segment["segment_pool_id"]),
+                pool=tuple(segment.get("segment_pool_id", _UNKNOWN_POOL)),
             )
             for segment in torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
         )
@@ -119,6 +154,6 @@ class _Segments:
             return self._regions[segment.pool]
         if segment.pool != _DEFAULT_POOL:
             return "allocated in a memory pool that is none of the saver's, so whether it is kept is not known"
-        if not is_on("TMS_INIT_ENABLE_CPU_BACKUP"):
-            return "allocated outside of a region, with TMS_INIT_ENABLE_CPU_BACKUP off, so it is kept nowhere"
+        if not was_always_on("TMS_INIT_ENABLE_CPU_BACKUP"):
+            return "allocated outside of a region, with TMS_INIT_ENABLE_CPU_BACKUP off (now or at first)"
         return None

@@ -6,6 +6,7 @@ import importlib.metadata
 import os
 import threading
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -116,16 +117,22 @@ def _find_case(version: str | None) -> tuple[SaverCase, str, str | None]:
     return "active", "it is loaded, and tracks what new threads allocate", rocm if torch.version.hip else None
 
 
-def is_on(variable: str) -> bool:
-    """Whether a variable of the environment is on, as the saver reads it."""
-    return os.environ.get(variable, "") in ("1", "true", "TRUE", "yes", "YES")
+def was_always_on(variable: str) -> bool:
+    """Whether a variable of the environment is on, as the saver reads it, and was when the process started.
+
+    Each thread reads it when it first allocates: what was set or taken back meanwhile holds for some of them.
+    """
+    at_first = dict(entry.partition("=")[::2] for entry in Path("/proc/self/environ").read_text().split("\0"))
+    on = ("1", "true", "TRUE", "yes", "YES")
+    return os.environ.get(variable, "") in on and at_first.get(variable, "") in on
 
 
 def is_old(version: str | None) -> bool:
     """Whether this version of the saver ends the process when paused memory is freed."""
     if version is None:
         return False
-    numbers = [int(part) for part in version.split(".") if part.isdecimal()]
+    public = version.partition("+")[0]  # without what it was built for
+    numbers = [int(part) for part in public.split(".") if part.isdecimal()]
     return tuple(numbers) < FREES_PAUSED_MEMORY
 
 

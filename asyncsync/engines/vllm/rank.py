@@ -20,7 +20,7 @@ from asyncsync.engines.record import WeightRecord, all_names
 from asyncsync.engines.vllm.pauses import PauseNote
 from asyncsync.errors import EngineError, OutOfStepError
 from asyncsync.messages import WEIGHTS, Contacts, EngineStatus, Layout, Policy, Rendezvous, UpdateOrder
-from asyncsync.threads import WorkerThread
+from asyncsync.threads import RenewedThread
 
 Check: TypeAlias = Callable[[Plan, bool], frozenset[str]]
 Load: TypeAlias = Callable[[Iterator[tuple[str, Tensor]]], None]
@@ -58,7 +58,7 @@ class WorkerRank:
         self._device = device
         self._prefix_caching = prefix_caching
         self._address = "127.0.0.1"
-        self._worker = WorkerThread("asyncsync-receiver")
+        self._worker = RenewedThread("asyncsync-receiver")
         self._record = WeightRecord()
         self._pause = PauseNote(self._record)
         self._receiver = Receiver(self._record, self._worker, lambda: self._address)
