@@ -51,28 +51,29 @@ class MasterWeights:
         )
         self._masters = masters
 
-    def pair(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[Pair]:
+    def pair(self, weights: Iterable[tuple[str, Tensor]], memory_of: Callable[[Tensor], object]) -> Iterator[Pair]:
         """Weights, by name, with their masters.
+
+        Args:
+            weights: The weights.
+            memory_of: Gives something that is equal for tied ones.
 
         Raises:
             PlanError: Tied weights have two masters; or a master has no weight of its name or shape, or one of the two
                 no floating-point numbers.
         """
         masters = self._masters() if callable(self._masters) else self._masters
-        named = list(weights)
         if not isinstance(masters, Mapping):
             raise PlanError(f"the function that gives the masters returned {type(masters).__name__}, not a dict")
-        own: dict[int, Tensor] = {}  # by the weight: tied ones share theirs
-        rivals = [
-            name
-            for name, one in named
-            if name in masters and own.setdefault(id(one), masters[name]) is not masters[name]
-        ]
+        named = [(name, weight, memory_of(weight)) for name, weight in weights]
+        if strangers := set(masters) - {name for name, *_ in named}:
+            raise PlanError(f"masters of no weight: {list_names(strangers)}", names=sorted(strangers))
+        own: dict[object, Tensor] = {}
+        having = [(name, memory) for name, _, memory in named if name in masters]
+        rivals = [name for name, memory in having if own.setdefault(memory, masters[name]) is not masters[name]]
         if rivals:
             raise PlanError(f"tied weights have two masters: {list_names(rivals)}", names=sorted(rivals))
-        if strangers := set(masters) - {name for name, _ in named}:
-            raise PlanError(f"masters of no weight: {list_names(strangers)}", names=sorted(strangers))
-        pairs = [Pair(name, tensor, own.get(id(tensor))) for name, tensor in named]
+        pairs = [Pair(name, weight, own.get(memory)) for name, weight, memory in named]
         if wrong := [pair.name for pair in pairs if pair.master is not None and not _fits(pair.weight, pair.master)]:
             raise PlanError(
                 f"a master and its weight must be floating-point tensors of the same shape: {list_names(wrong)}",

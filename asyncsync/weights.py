@@ -22,7 +22,7 @@ from asyncsync.errors import PlanError, TransferError
 from asyncsync.masters import MasterWeights, NamedTensors, Pair
 from asyncsync.messages import NameMap
 from asyncsync.shards import Block, Holding
-from asyncsync.transports.dtensor import Boxes, is_dtensor
+from asyncsync.transports.dtensor import Boxes, is_dtensor, local_tensor
 
 
 @runtime_checkable
@@ -138,7 +138,7 @@ class WeightSource:
 
     def _pairs(self) -> list[Pair]:
         if isinstance(self._weights, MasterWeights):
-            return list(self._weights.pair(named_tensors(self._weights.weights)))
+            return list(self._weights.pair(named_tensors(self._weights.weights), _memory_of))
         return [Pair(name, tensor) for name, tensor in named_tensors(self._weights)]
 
     def _read_gathered(self, weights: GatheredWeights, name_map: NameMap | None, dtype: torch.dtype | None) -> Snapshot:
@@ -337,6 +337,13 @@ def _find(pair: Pair, held: Held) -> _Found:
     if pair.master is not None and identity is not None:
         identity = identity, pair.weight.dtype  # a master that two weights share may be sent in two dtypes
     return pair.name, pair.weight.dtype, held.shape, identity, held.block
+
+
+def _memory_of(weight: object) -> object:
+    """Equal for weights that are tied: the same tensor, or the same memory seen the same way."""
+    if not isinstance(weight, Tensor) or weight.is_meta:
+        return id(weight)
+    return _identity(Held(local_tensor(weight))) or id(weight)
 
 
 def _identity(held: Held) -> object:

@@ -550,9 +550,7 @@ async def sharing() -> Found:
     except asyncsync.MemorySaverError as error:
         found["tracked here"] = str(error)
     patched: Any = device.OnStub
-    patched.clone = lambda tensor: device.on_device(
-        tensor.as_subclass(Tensor)
-    )  # as on a GPU
+    patched.clone = lambda tensor: device.on_device(tensor.as_subclass(Tensor))  # as on a GPU
     shared = await _untracked(lambda: shareable(names, tensors))
     found["can be shared"] = is_ipc_capable(shared[1])
     del patched.clone

@@ -629,3 +629,57 @@ async def test_weights_that_are_lost_are_not_repaired_by_an_update_of_some_of_th
         assert engine.weight_version == 1, "they come back as they were"
         await synchronizer.update_weights()
         await assert_serves(engine, 2, trainer)
+
+
+@BOTH
+async def test_an_engine_of_several_ranks_of_which_one_sleeps_is_refused_before_any_is_written_to(staged: bool) -> None:
+    trainer, ranks = Zoo(1), [Sleeper(zoo(50 + index), staged=staged) for index in range(2)]
+    async with asyncsync.WeightSynchronizer(trainer, [ranks], bucket_size=1024, asleep="refuse") as synchronizer:
+        await synchronizer.update_weights()
+        before = contents(trainer)
+        await ranks[1].sleep({"kv_cache"})
+        change(trainer)
+        error = await failure(synchronizer.update_weights())
+        assert "asleep (kv_cache released)" in str(error)
+        assert [outcome.state for outcome in error.outcomes] == [EngineState.UNCHANGED]
+        assert [contents(rank.module) for rank in ranks] == [before] * 2
+        await ranks[1].wake({"kv_cache"})
+        await synchronizer.update_weights()
+        for rank in ranks:
+            await assert_serves(rank, 2, trainer)
+
+
+@BOTH
+async def test_what_its_owner_has_woken_no_failing_update_puts_to_sleep(staged: bool) -> None:
+    async with fleet(staged) as (trainer, (engine,), synchronizer):
+        await synchronizer.update_weights()
+        await engine.sleep()
+        at(engine, "commit")
+        await failure(synchronizer.update_weights())  # it has woken it, and put it back
+        assert engine.released == ALL
+        await engine.wake()
+        at(engine, "before receive_weights")
+        await failure(synchronizer.update_weights())  # it has woken nothing
+        assert engine.released == set()
+        await synchronizer.update_weights()
+        await assert_serves(engine, 2, trainer)
+
+
+@pytest.mark.parametrize("tags", ["weights", 3, None])
+async def test_released_memory_must_give_tags(tags: Any) -> None:
+    async with fleet(False) as (_, (engine,), synchronizer):
+        await synchronizer.update_weights()
+        engine.released_memory = lambda: tags  # type: ignore[method-assign]
+        assert "collection of tags" in str(await failure(synchronizer.update_weights()))
+        del engine.released_memory
+        await synchronizer.update_weights()
+
+
+@BOTH
+async def test_an_engine_whose_thread_was_given_up_goes_on_with_another(staged: bool) -> None:
+    async with fleet(staged) as (trainer, (engine,), synchronizer):
+        await synchronizer.update_weights()
+        engine._asyncsync._worker.current.close()
+        change(trainer)
+        await synchronizer.update_weights()
+        await assert_serves(engine, 2, trainer)

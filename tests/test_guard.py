@@ -221,6 +221,67 @@ async def test_a_guard_that_is_queued_behind_an_exit_that_fails_is_not_entered()
     assert saver.sections == 1
 
 
+async def test_an_exit_that_fails_and_that_nobody_waits_for_gives_its_thread_up_all_the_same() -> None:
+    saver, thread = FakeSaver(), WorkerThread("mine")
+    guard = memory_saver_guard(disable=saver.disable, thread=thread)
+    await guard.__aenter__()
+    saver.fail_on_exit = True
+    began, go_on = threading.Event(), threading.Event()
+
+    def busy() -> None:
+        began.set()
+        go_on.wait(10)
+
+    thread.submit(busy)
+    await asyncio.to_thread(began.wait, 10)
+    guard.leave_behind()
+    behind = thread.submit(lambda: None)
+    go_on.set()
+    behind.result(10)
+    assert thread.closed
+
+
+async def test_it_is_left_also_when_the_wait_for_that_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncsync.guard.CLEANUP_TIMEOUT", 0.05)
+    saver, thread = FakeSaver(), WorkerThread("mine")
+    guard = memory_saver_guard(disable=saver.disable, thread=thread)
+    await guard.__aenter__()
+    began, go_on = threading.Event(), threading.Event()
+
+    def busy() -> None:
+        began.set()
+        go_on.wait(10)
+
+    thread.submit(busy)
+    await asyncio.to_thread(began.wait, 10)
+    leaving = asyncio.create_task(guard.__aexit__(None, None, None))
+    await asyncio.sleep(0)
+    leaving.cancel()
+    await asyncio.wait([leaving])
+    after = thread.submit(lambda: saver.tracking)
+    go_on.set()
+    assert after.result(10), "left behind what it was waiting for"
+    thread.close()
+
+
+async def test_a_call_that_can_be_stopped_is_told_when_its_wait_is_cancelled() -> None:
+    began, stop = threading.Event(), threading.Event()
+
+    def work() -> bool:
+        began.set()
+        return stop.wait(10)
+
+    async def guarded_work() -> None:
+        async with memory_saver_guard(disable=FakeSaver().disable) as guarded:
+            await guarded.run(work, on_cancel=stop.set)
+
+    task = asyncio.create_task(guarded_work())
+    await asyncio.to_thread(began.wait, 10)
+    task.cancel()
+    await asyncio.wait([task], timeout=5)
+    assert task.cancelled()
+
+
 async def test_an_exit_that_fails_rides_along_with_the_first_error() -> None:
     saver = FakeSaver()
     saver.fail_on_exit = True

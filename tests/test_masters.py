@@ -120,6 +120,18 @@ def test_masters_that_do_not_fit_are_refused_by_name(masters: Any, names: list[s
     assert list(caught.value.names) == names
 
 
+@pytest.mark.parametrize("name", ["embedding.weight", "output.weight"])
+@pytest.mark.parametrize(
+    "weights", [lambda policy: policy, lambda policy: policy.state_dict(), lambda policy: policy.state_dict]
+)
+def test_of_tied_weights_either_may_have_the_master(weights: Any, name: str) -> None:
+    policy = Policy(1)
+    master = torch.randn(policy.embedding.weight.shape)
+    snapshot = WeightSource(MasterWeights(weights(policy), {name: master})).read()
+    sent = {each: tensor for spec, tensor in zip(snapshot.specs, snapshot.tensors, strict=True) for each in spec.names}
+    assert sent["embedding.weight"].data_ptr() == sent["output.weight"].data_ptr() == master.data_ptr()
+
+
 def test_pairs_that_come_once_are_kept() -> None:
     policy = Policy(1)
     source = WeightSource(MasterWeights(policy.named_parameters(), masters_of(policy)))

@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar
 
 from asyncsync import cluster
 from asyncsync.engines.base import EngineReceipt, WeightReceiver
+from asyncsync.engines.waking import asleep_and_refused
 from asyncsync.errors import (
     AsyncSyncError,
     ConnectError,
@@ -98,6 +99,10 @@ class ReceivingRanks(Generic[R]):
     async def receive_weights(self, order: UpdateOrder) -> EngineReceipt:
         """See :meth:`asyncsync.RolloutEngine.receive_weights`. The first rank that fails ends it for all."""
         self._version = order.version
+        if not order.wake:  # asked before any rank begins: where one sleeps, none is to be overwritten
+            statuses = await self.ask_race(lambda _, engine: engine.describe_engine())
+            if released := {tag for status in statuses for tag in status.released}:
+                raise EngineError(asleep_and_refused(released))
         receipts = await self.ask_race(lambda _, engine: engine.receive_weights(order))
         for rank, receipt in enumerate(receipts):
             if receipt.digest != receipts[0].digest:
