@@ -194,7 +194,7 @@ async def test_a_join_that_is_stopped_before_it_begins_makes_nothing() -> None:
 
 
 async def test_another_protocol_is_refused_before_anything_is_tried() -> None:
-    with pytest.raises(ConnectError, match="protocol 2, the other 99"):
+    with pytest.raises(ConnectError, match="protocol 3, the other 99"):
         Joining(rendezvous(0, 2, protocol=99), address=ADDRESS)
 
 

@@ -16,6 +16,11 @@ _LEGACY_IPC_CAPABLE, _MAPPED = 10, 13  # CU_POINTER_ATTRIBUTE_…, cuda.h of CUD
 _SUCCESS, _INVALID_VALUE = 0, 1
 
 
+def may_be_absent(tensors: Sequence[Tensor]) -> bool:
+    """Whether any of these tensors' memory may be taken away, now or soon."""
+    return door.is_in_use() and torch.version.hip is None and any(tensor.is_cuda for tensor in tensors)
+
+
 def absent(tensors: Sequence[Tensor]) -> list[int]:
     """Which of these tensors' memory was taken away, by index. Where the saver is not in use this costs nothing.
 
@@ -24,7 +29,7 @@ def absent(tensors: Sequence[Tensor]) -> list[int]:
     Raises:
         MemorySaverError: The driver did not say.
     """
-    if not door.is_in_use() or torch.version.hip is not None:
+    if not may_be_absent(tensors):
         return []
     return [
         index for index, tensor in enumerate(tensors) if tensor.is_cuda and tensor.numel() and not is_mapped(tensor)

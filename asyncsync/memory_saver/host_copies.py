@@ -14,7 +14,7 @@ from asyncsync.buckets import list_names
 from asyncsync.digests import digest_of
 from asyncsync.errors import MemorySaverError, PlanError
 from asyncsync.memory_saver import door
-from asyncsync.memory_saver.driver import absent, is_mapped
+from asyncsync.memory_saver.driver import absent, is_mapped, may_be_absent
 from asyncsync.memory_saver.status import was_always_on
 
 _DEFAULT_POOL = (0, 0)
@@ -43,7 +43,7 @@ class HostCopies:
     def __init__(self, names: Sequence[str], tensors: Sequence[Tensor], *, keep: bool = False) -> None:
         self._names = names
         # Before anybody looks what is paused: it may be resumed in this moment.
-        self._kept = door.KeptCopies() if keep and door.is_in_use() else None
+        self._kept = door.KeptCopies() if keep and may_be_absent(tensors) else None
         if self._kept is not None:
             weakref.finalize(self, self._kept.release)  # should nobody be left to do so
         self._digests: dict[int, int] = {}
