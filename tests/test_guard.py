@@ -43,6 +43,19 @@ class FakeSaver:
                 raise RuntimeError("the saver broke")
 
 
+async def occupied(thread: WorkerThread) -> threading.Event:
+    """A thread that is busy now, until this is set."""
+    began, go_on = threading.Event(), threading.Event()
+
+    def busy() -> None:
+        began.set()
+        go_on.wait(10)
+
+    thread.submit(busy)
+    await asyncio.to_thread(began.wait, 10)
+    return go_on
+
+
 async def test_guarded_work_is_untracked_and_nothing_else_is() -> None:
     saver = FakeSaver()
     async with memory_saver_guard(disable=saver.disable) as guarded:
@@ -199,14 +212,7 @@ async def test_a_guard_that_is_queued_behind_an_exit_that_fails_is_not_entered()
     saver, thread = FakeSaver(), WorkerThread("mine")
     first, second = (memory_saver_guard(disable=saver.disable, thread=thread) for _ in range(2))
     await first.__aenter__()
-    began, go_on = threading.Event(), threading.Event()
-
-    def busy() -> None:
-        began.set()
-        go_on.wait(10)
-
-    thread.submit(busy)
-    await asyncio.to_thread(began.wait, 10)
+    go_on = await occupied(thread)
     saver.fail_on_exit = True
     leaving = asyncio.create_task(first.__aexit__(None, None, None))
     await asyncio.sleep(0)
@@ -226,14 +232,7 @@ async def test_an_exit_that_fails_and_that_nobody_waits_for_gives_its_thread_up_
     guard = memory_saver_guard(disable=saver.disable, thread=thread)
     await guard.__aenter__()
     saver.fail_on_exit = True
-    began, go_on = threading.Event(), threading.Event()
-
-    def busy() -> None:
-        began.set()
-        go_on.wait(10)
-
-    thread.submit(busy)
-    await asyncio.to_thread(began.wait, 10)
+    go_on = await occupied(thread)
     guard.leave_behind()
     behind = thread.submit(lambda: None)
     go_on.set()
@@ -246,14 +245,7 @@ async def test_it_is_left_also_when_the_wait_for_that_is_given_up(monkeypatch: p
     saver, thread = FakeSaver(), WorkerThread("mine")
     guard = memory_saver_guard(disable=saver.disable, thread=thread)
     await guard.__aenter__()
-    began, go_on = threading.Event(), threading.Event()
-
-    def busy() -> None:
-        began.set()
-        go_on.wait(10)
-
-    thread.submit(busy)
-    await asyncio.to_thread(began.wait, 10)
+    go_on = await occupied(thread)
     leaving = asyncio.create_task(guard.__aexit__(None, None, None))
     await asyncio.sleep(0)
     leaving.cancel()
