@@ -407,3 +407,13 @@ async def test_cancelled_at_each_await_it_is_whole_and_awake_or_as_asleep_as_it_
                 break
             await engine.release_memory_occupation()
         assert number >= 1
+
+
+async def test_tags_that_sglang_does_not_have_are_refused_and_one_alone_may_be_given_as_text() -> None:
+    async with asleep({"kv_cache"}) as (_, engine, _, _):
+        for call in (engine.release_memory_occupation, engine.resume_memory_occupation):
+            with pytest.raises(EngineError, match="no memory of these tags: kv, weigths"):
+                await call(["kv", "weigths"])
+        await engine.resume_memory_occupation("kv_cache")
+        await engine.release_memory_occupation("kv_cache")
+        assert (await engine.describe_engine()).released == ("kv_cache",)

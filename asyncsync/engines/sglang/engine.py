@@ -411,11 +411,13 @@ class SGLangEngine:
         """After an update that failed: release what it has woken. The engine is paused, and nothing runs."""
         record = self._record
         woken = self._woken.to_put_back(epoch, record.committed_epoch, whole=record.tainted is None)
+        self._woken.was_put_back(self._memory.released)
         tags = woken - self._memory.released
         if not tags:
             return
         try:
             await self._asked(self._memory.release(tags, WITHIN_CLEANUP))
+            self._woken.was_put_back(tags)
         except EngineError as error:
             _log.warning("after a failed update: %s", error)
             record.taint(f"it could not be put back to sleep: {error}", self._all_names())

@@ -68,7 +68,7 @@ class Memory:
         async def release() -> None:
             async with self._calls:
                 self.check()
-                chosen = frozenset(tags) if tags else ALL_TAGS - self.released
+                chosen = _known(tags) if tags else ALL_TAGS - self.released
                 if not chosen or chosen & self.released:
                     raise EngineError(f"released already: {list_names(set(chosen & self.released)) or 'all'}")
                 await self._answered(chosen, self._client.release_memory_occupation)
@@ -86,7 +86,7 @@ class Memory:
         async def resume() -> None:
             async with self._calls:
                 self.check()
-                chosen = frozenset(tags) if tags else self.released
+                chosen = _known(tags) if tags else self.released
                 if not chosen or chosen - self.released:
                     raise EngineError(f"not released: {list_names(set(chosen - self.released)) or 'anything'}")
                 await self._answered(chosen, self._client.resume_memory_occupation)
@@ -102,3 +102,11 @@ class Memory:
             self._unanswered = frozenset()
             raise
         self._unanswered = frozenset()
+
+
+def _known(tags: Collection[str]) -> frozenset[str]:
+    """Tags that SGLang has: what it does not know it passes over, and these books would be wrong."""
+    chosen = frozenset([tags] if isinstance(tags, str) else tags)
+    if unknown := chosen - ALL_TAGS:
+        raise EngineError(f"SGLang has no memory of these tags: {list_names(set(unknown))}")
+    return chosen

@@ -340,6 +340,7 @@ class VLLMEngine:
         """
         try:
             await shielded(self._sleep(), WITHIN_CLEANUP)
+            self._woken.was_put_back({WEIGHTS})
             status = await self._workers.describe_engine()
         except (EngineError, TimeoutError) as error:
             _log.warning("after a failed update: %s", error)
