@@ -357,6 +357,7 @@ class ServedModule:
             except BaseException:
                 self.record.taint(f"update {session.order.version} could not be loaded", names)
                 raise
+            self._worker.submit(self._installed.tidy)
             self._stale_cache = True
             self.record.committed(session.order, names, session.digest)
 
