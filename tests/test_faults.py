@@ -264,8 +264,12 @@ async def test_who_awaits_it_is_cancelled(fleets: Mapping[bool, Fleet], phase: s
         async with readers.reading():
             update = asyncio.create_task(synchronizer.update_weights())
             await fleet.victim.arrived.remote()
+            if phase == "finish":  # else the others would have switched or not, whichever is heard first
+                for engine in (fleet.engines[0], fleet.engines[2]):
+                    while (await engine.describe_engine.remote()).weight_version in (None, version):
+                        pass
             update.cancel()
-            if phase == "finish":  # else it would switch or not, whichever is heard first
+            if phase == "finish":  # and so would this one
                 await asyncio.wait([update])
             await fleet.victim.release.remote()
             await asyncio.wait([update])
