@@ -12,6 +12,7 @@ import logging
 import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -42,6 +43,9 @@ T = TypeVar("T")
 
 STUCK_TIMEOUT = 2.0
 """Seconds in which the sender thread, once the guard has given up on what it was doing, must do something new."""
+
+ABANDONED_TIMEOUT = 120.0
+"""Seconds after which an operation that was abandoned has ended by itself: twice what one may take."""
 
 _log = logging.getLogger("asyncsync")
 
@@ -84,7 +88,6 @@ class RankWorker:
         self._plan: Plan | None = None
         self._bucket_sender = Sender(self._hasher)
         self._messages: list[Tensor] = []
-        self._left_behind: list[HostCopies] = []  # that an operation which was abandoned may still read
         self._sending: _Sending | None = None
         self._ended_epoch = 0
         self._sent: tuple[int, str, Digests] | None = None
@@ -264,7 +267,8 @@ class RankWorker:
         if self._gathers_with_others and self._gathered_epoch != epoch:
             self._gathered_epoch = epoch
             guard = self._guard()
-            await shielded(self._run_or_give_up(CLEANUP_TIMEOUT, guard.run_here, self._only_take_part))
+            with suppress(Exception):  # the error that ended the update is the one that counts
+                await shielded(self._run_or_give_up(CLEANUP_TIMEOUT, guard.run_here, self._only_take_part))
 
     def _only_take_part(self) -> None:
         if self._options is not None:
@@ -285,30 +289,25 @@ class RankWorker:
             with sending.scope:
                 async with self._sender.transferring() as guarded:
                     plan, snapshot, copies = await self._read_to_send(guarded, self._options)
-                    self._check_in_step(order, plan, snapshot)
-                    await self._leave_all_but(order.connections)
-                    stop = threading.Event()
-                    witness = Witness(plan, order.checksums) if order.checksums else None
-                    sending.begun, sending.quiet = True, False
                     try:
-                        digests = await guarded.run(
-                            self._send_what_stays,
-                            copies,
-                            order.epoch,
-                            links,
-                            plan,
-                            snapshot,
-                            stop,
-                            witness,
-                            on_cancel=stop.set,
-                        )
-                        sending.quiet = True
-                    except BaseException:
-                        left = await shielded(self._run_or_give_up(STUCK_TIMEOUT, self._break_off, links))
-                        sending.quiet = left is True
-                        raise
+                        self._check_in_step(order, plan, snapshot)
+                        await self._leave_all_but(order.connections)
+                        stop = threading.Event()
+                        witness = Witness(plan, order.checksums) if order.checksums else None
+                        what = (copies, order.epoch, links, plan, snapshot, stop, witness)
+                        sending.begun, sending.quiet = True, False
+                        try:
+                            digests = await guarded.run(self._send_what_stays, *what, on_cancel=stop.set)
+                            sending.quiet = True
+                        except BaseException:
+                            left = await shielded(self._run_or_give_up(STUCK_TIMEOUT, self._break_off, links))
+                            sending.quiet = left is True
+                            raise
                     finally:
-                        self._let_go(copies, sending)
+                        if sending.quiet:
+                            copies.release()
+                        else:  # an operation that was abandoned may still read them
+                            asyncio.get_running_loop().call_later(ABANDONED_TIMEOUT, copies.release)
                     if guarded.active:
                         await guarded.run(self._free_device_buffers)  # a trainer that is asleep keeps none
                 if digests is None:
@@ -319,8 +318,8 @@ class RankWorker:
                 self._bucket_sender.forget()
                 self._messages = []  # an abandoned operation may still use them
             sending.ended.set()
-        what = "was aborted" if sending.scope.deadline > anyio.current_time() else "took too long"
-        raise TransferError(f"sending the weights of update {order.version} {what}")
+        how = "was aborted" if sending.scope.deadline > anyio.current_time() else "took too long"
+        raise TransferError(f"sending the weights of update {order.version} {how}")
 
     def _check_in_step(self, order: UpdateOrder, plan: Plan, snapshot: Snapshot) -> None:
         if plan.digest != order.plan_digest:
@@ -349,12 +348,6 @@ class RankWorker:
                 raise OutOfStepError("the trainer's ranks are not in the groups that their shards go through")
             shards[rank] = link
         return _Links(engines, self._shards, shards)
-
-    def _let_go(self, copies: HostCopies, sending: _Sending) -> None:
-        if sending.quiet:
-            copies.release()
-        else:
-            self._left_behind.append(copies)
 
     async def _read_to_send(self, guarded: MemorySaverGuard, options: ReadOptions) -> tuple[Plan, Snapshot, HostCopies]:
         try:

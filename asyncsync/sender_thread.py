@@ -22,7 +22,7 @@ import torch
 from asyncsync.guard import MemorySaverGuard, memory_saver_guard
 from asyncsync.memory_saver import door
 from asyncsync.memory_saver.status import memory_saver_status
-from asyncsync.threads import WorkerThread
+from asyncsync.threads import RenewedThread, WorkerThread
 
 T = TypeVar("T")
 
@@ -44,8 +44,8 @@ class SenderThread:
 
     def __init__(self, *, offload: bool | None) -> None:
         self._offload = offload
-        self._thread = WorkerThread("asyncsync-sender")
-        self._closed = False
+        self._threads = RenewedThread("asyncsync-sender")
+        self._thread = self._threads.current
         # A control call comes on another thread than the one that has set the device: that of the constructor.
         self.device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
         self._connecting: MemorySaverGuard | None = None
@@ -64,8 +64,8 @@ class SenderThread:
     @property
     def worker(self) -> WorkerThread:
         """The thread."""
-        if self._thread.closed and not self._closed:
-            self._thread, self._connecting = WorkerThread("asyncsync-sender"), None
+        if self._threads.current is not self._thread:  # the section that was open went with the last one
+            self._thread, self._connecting = self._threads.current, None
         return self._thread
 
     def guard(self) -> MemorySaverGuard:
@@ -138,17 +138,16 @@ class SenderThread:
     def clean_up(self, function: Callable[[], object]) -> None:
         """Run clean-up that does not block, as guarded work if there is a guard. Does not wait for it then."""
         guard = self.guard()
-        if guard.active and not self._closed:
+        if guard.active and not self.worker.closed:
             guard.run_behind(function)
         else:
             function()
 
     def close(self) -> None:
         """Let the thread end after the jobs it has. Does not wait."""
-        self._closed = True
         if not self._thread.closed and (connecting := self._take_connecting()) is not None:
             connecting.leave_behind()
-        self._thread.close()
+        self._threads.close()
 
 
 def _log_failure(ending: asyncio.Future[None]) -> None:

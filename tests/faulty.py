@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from asyncsync.messages import (
     ReadOptions,
     Rendezvous,
     TrainerStatus,
+    UpdateOrder,
 )
 from asyncsync.sending import OwnTensors
 from benchmarks.faulty import FailingSteps, Fault
@@ -59,7 +61,23 @@ class FaultyEngineActor(Faulty, FailingSteps, EngineActor):
 
     def __init__(self, make: Callable[[], nn.Module], *, staged: bool = True) -> None:
         super().__init__(make, staged=staged)
+        self._finishing, self._finished = threading.Condition(), 0
         self.fails_when_told()
+
+    async def finish_weight_update(self, order: UpdateOrder) -> None:
+        await super().finish_weight_update(order)
+        with self._finishing:
+            self._finished = order.version
+            self._finishing.notify_all()
+
+    async def has_finished(self, version: int) -> None:
+        """Return once it has finished the update to a version."""
+
+        def wait() -> None:
+            with self._finishing:
+                self._finishing.wait_for(lambda: self._finished >= version)
+
+        await asyncio.to_thread(wait)
 
     async def open_group(self, rendezvous: Rendezvous) -> Contacts:
         if self._fault.due("cannot listen"):

@@ -266,6 +266,19 @@ async def released() -> Found:
         saver.resume("weights")
         await synchronizer.update_weights()
         found["awake"] = [held["there"].tolist(), held["away"].tolist()]
+    with saver.region("fused"):
+        fused = device.on_device(torch.zeros(2, 3))
+    module = nn.ParameterDict({"there": torch.zeros(4), "away": nn.Parameter(fused[1], requires_grad=False)})
+    engine = ToldEngine(module)  # staged: what is a view of more is written where it lies, at the switch
+    async with asyncsync.WeightSynchronizer(asyncsync.TrainerRank(weights), [engine], timeout=60) as synchronizer:
+        saver.pause("fused")
+        try:
+            await synchronizer.update_weights()
+        except asyncsync.EngineError as error:
+            found["staged"] = [str(error), module["there"].tolist()]
+        saver.resume("fused")
+        await synchronizer.update_weights()
+        found["staged awake"] = [module["there"].tolist(), fused[1].tolist()]
     return found
 
 
@@ -611,6 +624,15 @@ async def broken() -> Found:
                 found["entered"] = True
         except asyncsync.MemorySaverError as error:
             found["error"] = str(error)
+        weights = {"weight": device.on_device(torch.arange(3.0))}
+        engine = ToldEngine(nn.ParameterDict({"weight": torch.zeros(3)}))
+        trainer = asyncsync.TrainerRank(weights, offload=False)
+        async with asyncsync.WeightSynchronizer(trainer, [engine], timeout=60) as synchronizer:
+            engine._asyncsync.receiver._guard = partial(  # type: ignore[method-assign]
+                memory_saver_guard, offload=False, thread=engine._asyncsync._worker.current
+            )
+            await synchronizer.update_weights()
+        found["not offloaded"] = engine.weight_version
     with changed("TMS_INIT_ENABLE", "0"):
         async with memory_saver_guard() as guarded:
             found["tracked in regions only"] = await guarded.run(device.tracked)

@@ -266,8 +266,7 @@ async def test_who_awaits_it_is_cancelled(fleets: Mapping[bool, Fleet], phase: s
             await fleet.victim.arrived.remote()
             if phase == "finish":  # else the others would have switched or not, whichever is heard first
                 for engine in (fleet.engines[0], fleet.engines[2]):
-                    while (await engine.describe_engine.remote()).weight_version in (None, version):
-                        pass
+                    await engine.has_finished.remote(version + 1)
             update.cancel()
             if phase == "finish":  # and so would this one
                 await asyncio.wait([update])

@@ -116,6 +116,7 @@ def test_a_saver_that_cannot_be_switched_off_is_an_error_that_says_why(run: Call
     found = run("broken")
     assert "entered" not in found
     assert "take expandable_segments:True out" in found["error"]
+    assert found["not offloaded"] == 1, "a trainer that is not offloaded has nothing to do with it"
     assert found["tracked in regions only"] is False
 
 
@@ -213,6 +214,10 @@ def test_nothing_is_written_to_memory_that_an_engine_has_released(run: Callable[
     assert "the memory of these weights is released, so they cannot be written: away" in found["error"]
     assert found["untouched"] == [0.0] * 4
     assert found["awake"] == [[0.0, 1.0, 2.0, 3.0], [0.0, 1.0, 2.0]]
+    error, there = found["staged"]
+    assert "cannot be written: away" in error
+    assert there == [0.0] * 4
+    assert found["staged awake"] == [[0.0, 1.0, 2.0, 3.0], [0.0, 1.0, 2.0]]
 
 
 def test_the_documented_engine_sleeps_and_is_woken(run: Callable[..., Found]) -> None:

@@ -68,10 +68,10 @@ def hook_mode() -> str:
     return str(getattr(saver, "_impl_ctor_kwargs", {}).get("hook_mode", "preload"))
 
 
-def is_in_use() -> bool:
-    """Whether it may have taken away memory of this process."""
+def is_started() -> bool:
+    """Whether it is ready: before that it can take nothing away."""
     saver = _saver()
-    return hook() is not None or (saver is not None and saver._impl is not None)
+    return saver is not None and saver._impl is not None
 
 
 def host_copy(flat: Tensor) -> Tensor | None:
@@ -120,7 +120,7 @@ class KeptCopies:
 def regions() -> Mapping[tuple[int, int], str | None]:
     """Its regions by the identity of their memory pools: why what is in one has no host copy, or None if it has."""
     saver = _saver()
-    pools: Mapping[Any, Any] = {} if saver is None or saver._impl is None else getattr(saver._impl, "_mem_pools", {})
+    pools: Mapping[Any, Any] = getattr(saver._impl, "_mem_pools", {}) if is_started() else {}
     found: dict[tuple[int, int], str | None] = {}
     for (tag, on_host, on_disk, *_), pool in list(pools.items()):
         where = "on disk only" if on_disk else "nowhere"

@@ -18,11 +18,11 @@ _SUCCESS, _INVALID_VALUE = 0, 1
 
 def may_be_absent(tensors: Sequence[Tensor]) -> bool:
     """Whether any of these tensors' memory may be taken away, now or soon."""
-    return door.is_in_use() and torch.version.hip is None and any(tensor.is_cuda for tensor in tensors)
+    return door.is_started() and torch.version.hip is None and any(tensor.is_cuda for tensor in tensors)
 
 
 def absent(tensors: Sequence[Tensor]) -> list[int]:
-    """Which of these tensors' memory was taken away, by index. Where the saver is not in use this costs nothing.
+    """Which of these tensors' memory was taken away, by index. Where the saver was not started this costs nothing.
 
     Tensors on other devices than CUDA's are always there, and so are, for all that is known here, those of ROCm.
 
