@@ -129,3 +129,14 @@ async def test_a_thread_is_renewed_until_it_is_closed_itself() -> None:
     thread.close()
     with pytest.raises(Exception, match="is closed"):
         await thread.run(threading.current_thread)
+
+
+async def test_a_thread_that_was_given_up_takes_its_open_section_with_it(saver: Saver) -> None:
+    sender = SenderThread(offload=None)
+    await sender.run_connecting(saver.tracks)
+    sender.worker.close()
+    assert not await sender.run_connecting(saver.tracks)
+    async with sender.transferring() as guarded:
+        assert not await guarded.run(saver.tracks)
+    assert await sender.worker.run(saver.tracks)
+    sender.close()
