@@ -339,6 +339,7 @@ async def test_cancelled_at_each_await_of_an_engines_call_it_is_whole_and_awake_
         assert number >= 1
 
 
+@pytest.mark.exhaustive
 @BOTH
 async def test_an_engine_whose_conductor_is_gone_goes_back_to_sleep_when_the_lease_is_over(staged: bool) -> None:
     async with fleet(staged, timeout=2.0) as (trainer, (engine,), synchronizer):
@@ -528,6 +529,7 @@ async def test_what_an_earlier_pause_has_kept_does_not_go_on_without_memory(
     assert held == [policy]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.ray
 @BOTH
 async def test_actors_that_sleep(staged: bool, ray_cluster: None) -> None:
