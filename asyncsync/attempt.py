@@ -9,7 +9,7 @@ from asyncsync.buckets import joint_digest
 from asyncsync.clock import UpdateClock
 from asyncsync.errors import TrainerError, WeightUpdateError, WeightUpdateTimeoutError, what_was_said
 from asyncsync.fleet import Fleet, Member
-from asyncsync.messages import EngineStatus, SendReceipt, UpdateOrder
+from asyncsync.messages import EngineStatus, SendReceipt, Transport, UpdateOrder
 from asyncsync.report import EngineOutcome, EngineState, WeightUpdate
 
 
@@ -22,6 +22,7 @@ class Orders:
         sources: What is ordered to each source, in order.
         engines: What is ordered to each engine.
         checks: For each engine that compares checksums: its own keys, each with the key of the same one at the sources.
+        transports: What the bytes go through to each engine.
         seats: Whose each place in a group is, by the group's name and the rank in it, but for the sources'.
     """
 
@@ -29,6 +30,7 @@ class Orders:
     sources: tuple[UpdateOrder, ...]
     engines: Mapping[Member, UpdateOrder]
     checks: Mapping[Member, Mapping[str, str]]
+    transports: Mapping[Member, Transport]
     seats: Mapping[tuple[str, int], Member]
 
 
@@ -87,6 +89,7 @@ class Attempt:
                 engine=member.name,
                 state=EngineState.TAINTED if status.tainted else EngineState.UNCHANGED,
                 weight_version=status.weight_version,
+                transport=orders.transports.get(member),
                 error=status.tainted,
             )
             for member, status in engines.items()
@@ -106,6 +109,7 @@ class Attempt:
             state=state,
             weight_version=weight_version,
             digest=self.digests.get(member) if state is EngineState.UPDATED else None,
+            transport=self.orders.transports.get(member),
             error=None if error is None else what_was_said(error),
         )
 

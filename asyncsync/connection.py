@@ -10,6 +10,9 @@ Engines are connected in *cohorts*: those that were connected together are in on
 broadcast serves them all. Engines that join become a cohort of their own, and nobody else is touched. A cohort that an
 engine has left is formed anew of those that remain and those that join. As each bucket is sent to each cohort, there
 are only so many: beyond that, all are made one. An engine that takes another kind of group is alone in it.
+
+Which way the bytes go to each engine is chosen by where it is: through memory that the source shares, if it is on the
+node of all sources and there is enough; else through the broadcast. Those of one way are a cohort.
 """
 
 from __future__ import annotations
@@ -62,6 +65,8 @@ NO_GROUP = ""
 
 BackendChoice = Literal["auto"] | Backend
 
+TransportChoice = Literal["auto", "shared", "broadcast"]
+
 _log = logging.getLogger("asyncsync")
 
 
@@ -90,15 +95,20 @@ class Cohort:
         return {(name, rank): member for name in self.connections for rank, member in enumerate(ranks, start=1)}
 
     def stands(
-        self, sources: Sequence[TrainerStatus], engines: Mapping[Member, EngineStatus], backend: Backend
+        self,
+        sources: Sequence[TrainerStatus],
+        engines: Mapping[Member, EngineStatus],
+        backend: Backend,
+        transports: Mapping[Member, Transport],
     ) -> bool:
-        """Whether every end is still who it was, and in the groups."""
+        """Whether every end is still who it was, and in the groups that it is to be in."""
         return (
             self.backend == backend
             and self.sources == _identities(sources)
             and all(name in source.connections for name, source in zip(self.connections, sources, strict=True))
             and all(
                 member in engines
+                and transports[member] == self.transport
                 and _identity(engines[member]) == identity
                 and set(self.connections) <= set(engines[member].connections)
                 for member, identity in self.engines.items()
@@ -114,6 +124,7 @@ class Connection:
         options: How they are to be read.
         partial: Whether engines may hold names that are not sent.
         backend: The groups' backend; ``"auto"`` is NCCL if every weight is on a GPU, else gloo.
+        transport: How the bytes are to come to engines; ``"auto"`` is through shared memory where that can be.
         policy: What is done with requests in flight.
         wake: Whether engines that sleep may be woken by an update.
         timeout: Seconds for an operation of a group.
@@ -129,6 +140,7 @@ class Connection:
         options: ReadOptions,
         partial: bool,
         backend: BackendChoice,
+        transport: TransportChoice,
         policy: Policy,
         wake: bool,
         timeout: float,
@@ -137,6 +149,7 @@ class Connection:
         self._options = options
         self._partial = partial
         self._backend = backend
+        self._transport = transport
         self._policy = policy
         self._wake = wake
         self._timeout = timeout
@@ -236,7 +249,8 @@ class Connection:
             for member in cohort.engines
         }
         seats = {seat: member for cohort in self._cohorts for seat, member in cohort.seats.items()}
-        return Orders(order, sources, received, checks, seats), engines
+        transports = {member: cohort.transport for cohort in self._cohorts for member in cohort.engines}
+        return Orders(order, sources, received, checks, transports, seats), engines
 
     def next_epoch(self, engines: Iterable[EngineStatus]) -> int:
         """An epoch newer than any that these engines have seen."""
@@ -255,15 +269,16 @@ class Connection:
             if whole_tensors != self._options.whole_tensors:
                 self._options = replace(self._options, whole_tensors=whole_tensors)
                 sources = await self._describe_sources()
+            backend = self.choose_backend([*sources, *engines.values()])
+            transports = self._choose_transports(sources, engines, backend)
             layout = await self._agreed_layout(sources)
         self._epoch = max(self._epoch, *(status.epoch for status in sources))
         unacquainted = [member for member, status in engines.items() if not is_acquainted(status, layout)]
-        backend = self.choose_backend([*sources, *engines.values()])
-        standing = [cohort for cohort in self._cohorts if cohort.stands(sources, engines, backend)]
-        shared = [cohort for cohort in standing if cohort.transport == "asyncsync"]
-        many = sum(status.transport == "asyncsync" for status in engines.values())
-        if len(shared) >= MAX_COHORTS and sum(len(cohort.engines) for cohort in shared) < many:
-            standing = [cohort for cohort in standing if cohort not in shared]
+        standing = [cohort for cohort in self._cohorts if cohort.stands(sources, engines, backend, transports)]
+        groups = [cohort for cohort in standing if cohort.transport == "broadcast"]
+        many = sum(transport == "broadcast" for transport in transports.values())
+        if len(groups) >= MAX_COHORTS and sum(len(cohort.engines) for cohort in groups) < many:
+            standing = [cohort for cohort in standing if cohort not in groups]
         alone = {
             member: status
             for member, status in engines.items()
@@ -276,7 +291,7 @@ class Connection:
                 self._wanted = await fleet.all(
                     lambda engine: cast("CheckedEngine", engine).wanted_checksums(), members=checking
                 )
-                await self._connect(clock, sources, standing, alone, backend)
+                await self._connect(clock, sources, standing, alone, backend, transports)
         return engines
 
     def _refuse_asleep(self, engines: Mapping[Member, EngineStatus]) -> None:
@@ -376,6 +391,40 @@ class Connection:
         own = len(set(gpus)) == len(gpus)  # NCCL refuses two members on one GPU: trainer and engine may share theirs
         return "nccl" if own and {status.device for status in ends} == {"cuda"} else "gloo"
 
+    def _choose_transports(
+        self, sources: Sequence[TrainerStatus], engines: Mapping[Member, EngineStatus], backend: Backend
+    ) -> Mapping[Member, Transport]:
+        """The way to each engine, by where it is.
+
+        Raises:
+            ConnectError: Shared memory was asked for, and some of them cannot be reached by it.
+        """
+        transports: dict[Member, Transport] = {}
+        reasons: dict[str, list[str]] = {}
+        for member, status in engines.items():
+            reason = self._why_not_shared(sources, status, backend)
+            transports[member] = "shared" if reason is None else status.transport
+            if reason is not None:
+                reasons.setdefault(reason, []).append(member.name)
+        told = [f"{', '.join(names)}: {reason}" for reason, names in reasons.items()]
+        if told and self._transport == "shared":
+            raise ConnectError(f'not every engine is reached by shared memory (transport="shared"): {"; ".join(told)}')
+        if told and self._transport == "auto":
+            short = any(status.shortage for status in sources)
+            _log.log(logging.WARNING if short else logging.DEBUG, "a broadcast it is for %s", "; ".join(told))
+        return transports
+
+    def _why_not_shared(self, sources: Sequence[TrainerStatus], engine: EngineStatus, backend: Backend) -> str | None:
+        if self._transport == "broadcast":
+            return "a broadcast was asked for"
+        if not engine.node or engine.transport != "broadcast":
+            return "it takes no shared memory"
+        if any(source.node != engine.node for source in sources):
+            return "it is not on the trainer's node, or another user's there"
+        if backend == "nccl" and self._transport == "auto":
+            return "all weights are on GPUs, and NCCL moves them"
+        return next((source.shortage for source in sources if source.shortage is not None), None)
+
     async def _connect(
         self,
         clock: UpdateClock,
@@ -383,13 +432,14 @@ class Connection:
         standing: Sequence[Cohort],
         engines: Mapping[Member, EngineStatus],
         backend: Backend,
+        transports: Mapping[Member, Transport],
     ) -> None:
         """Make cohorts of engines that are in none, beside those that stand."""
         gone = [cohort for cohort in self._cohorts if cohort not in standing]
         self._cohorts = tuple(standing)  # until it is: a failed connect must not look like a connection (R13)
         if gone:
             await self._sources_leave([cohort.connections for cohort in gone])
-        for transport, some in _cohorts_of(engines):
+        for transport, some in _cohorts_of(engines, transports):
             await self._connect_cohort(clock, sources, some, backend, transport)
 
     async def _connect_cohort(
@@ -464,15 +514,16 @@ async def leave_groups(engine: RolloutEngine, connections: Sequence[str]) -> Non
 
 
 def _cohorts_of(
-    engines: Mapping[Member, EngineStatus],
+    engines: Mapping[Member, EngineStatus], transports: Mapping[Member, Transport]
 ) -> Iterator[tuple[Transport, Mapping[Member, EngineStatus]]]:
     """Who shares a group. In one of vLLM's nothing has a timeout: an engine that fails would hang the others."""
-    shared = {member: status for member, status in engines.items() if status.transport == "asyncsync"}
-    if shared:
-        yield "asyncsync", shared
+    kinds: tuple[Transport, ...] = ("broadcast", "shared")
+    for kind in kinds:
+        if together := {member: status for member, status in engines.items() if transports[member] == kind}:
+            yield kind, together
     for member, status in engines.items():
-        if member not in shared:
-            yield status.transport, {member: status}
+        if transports[member] not in kinds:
+            yield transports[member], {member: status}
 
 
 def engine_ends(

@@ -30,9 +30,10 @@ NameMap: TypeAlias = Callable[[str], str | None]
 
 Backend: TypeAlias = Literal["gloo", "nccl"]
 
-Transport: TypeAlias = Literal["asyncsync", "pynccl"]
-"""What kind of group: one whose members meet over the control plane; or one of vLLM's, that its workers join by
-themselves, which meet at a store of the source's."""
+Transport: TypeAlias = Literal["broadcast", "shared", "pynccl"]
+"""What kind of group: a process group; memory that the source shares with engines on its node; or a group of vLLM's,
+that its workers join by themselves, and that meets at a store of the source's. Members of the first two meet over the
+control plane."""
 
 Contacts: TypeAlias = dict[str, bytes]
 """What a group's members must know to reach others of them; made and read by the transport alone."""
@@ -148,6 +149,8 @@ class TrainerStatus:
         gathers: Whether its tensors are put together by a gathering of the trainer's own, in which all ranks take part.
         shared: What it was told last about all ranks' holdings: of which plan, and as which of how many ranks.
         control_group: Whether its control calls are answered while its other methods run.
+        node: Where it is, as :func:`~asyncsync.transports.memory_files.this_node` tells; empty if it shares no memory.
+        shortage: Why there is not enough memory to share what it will send; None if there is.
     """
 
     instance: str
@@ -162,6 +165,8 @@ class TrainerStatus:
     epoch: int = 0
     control_group: bool = True
     gpus: tuple[str, ...] = ()
+    node: str = ""
+    shortage: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,7 +180,10 @@ class EngineStatus:
         gpus: The UUIDs of the GPUs that they are on, where they are known.
         staged: Whether it holds new weights beside the old until the commit.
         whole_tensors: Whether it can take buckets only of whole tensors, of one dtype each.
-        transport: What kind of group it joins.
+        transport: What kind of group it joins; one that says ``"broadcast"`` and tells its node takes shared memory as
+            well.
+        node: Where it is, all of its ranks, as :func:`~asyncsync.transports.memory_files.this_node` tells; empty if it
+            takes no shared memory.
         policies: What it can do with requests in flight.
         cannot: Why it cannot do others, where that can be changed.
         world_size: How many ranks of it receive.
@@ -204,7 +212,8 @@ class EngineStatus:
     device: str
     staged: bool
     whole_tensors: bool = False
-    transport: Transport = "asyncsync"
+    transport: Transport = "broadcast"
+    node: str = ""
     policies: tuple[Policy, ...] = ("drain",)
     cannot: Mapping[Policy, str] = field(default_factory=dict)
     world_size: int = 1
@@ -252,7 +261,7 @@ class Rendezvous:
     join_timeout: float
     operation_timeout: float
     source: int = 0
-    transport: Transport = "asyncsync"
+    transport: Transport = "broadcast"
     shards_of: int | None = None
     protocol: int = PROTOCOL_VERSION
 

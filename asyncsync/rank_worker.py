@@ -36,7 +36,9 @@ from asyncsync.shards import Holding, ShardPlan
 from asyncsync.shield import CLEANUP_TIMEOUT, shielded
 from asyncsync.threads import WorkerThread
 from asyncsync.transports.base import QUIET_TIMEOUT, Link
+from asyncsync.transports.memory_files import SharedSets, shared_nbytes, this_node
 from asyncsync.transports.seat import Seat
+from asyncsync.transports.shared import SharedSourceLink
 from asyncsync.weights import Snapshot, Weights, WeightSource
 
 T = TypeVar("T")
@@ -76,6 +78,7 @@ class RankWorker:
         self._hasher = WorkerThread("asyncsync-hasher")
         self._awake = False
         self._resting: set[asyncio.Future[None]] = set()
+        self._sets = SharedSets()
         self._engine_seats: dict[str, Seat] = {}  # by group
         self._shard_seats: dict[int, Seat] = {}  # by the rank that brings something
         self._rank = 0
@@ -148,6 +151,8 @@ class RankWorker:
             gathers=self._gathers,
             shared=self._shared,
             epoch=self._ended_epoch,
+            node=this_node(),
+            shortage=await asyncio.to_thread(self._sets.shortage, shared_nbytes(plan)),
         )
 
     def _read(self, options: ReadOptions, keep: bool = False) -> tuple[Plan, Snapshot, HostCopies]:
@@ -169,7 +174,7 @@ class RankWorker:
         """
         rank = rendezvous.shards_of
         if rank is None:
-            seat = self._engine_seats.setdefault(rendezvous.connection, Seat(self._guard))
+            seat = self._engine_seats.setdefault(rendezvous.connection, Seat(self._guard, self._sets))
         else:
             seat = self._shard_seats.setdefault(rank, Seat(self._guard))
         self._sender.opened(rendezvous.connection)
@@ -192,6 +197,8 @@ class RankWorker:
             await seat.leave(connection)
         for name in [name for name, seat in self._engine_seats.items() if not seat.taken]:
             del self._engine_seats[name]
+        if not self._engine_seats:
+            self._sets.clear()
         await self._sender.left(connection)
 
     async def share_holdings(self, rank: int, holdings: tuple[Holding | None, ...]) -> tuple[int, ...]:
@@ -377,6 +384,7 @@ class RankWorker:
     ) -> Digests | None:
         """This rank's part of sending every bucket; None if another rank is the source."""
         is_source = bool(links.engines)
+        arena = self._lay_out(epoch, plan, links.engines)
         if snapshot.gather is not None:
             self._gathered_epoch = epoch
             if not is_source:
@@ -384,7 +392,7 @@ class RankWorker:
                 return None
             gathering = CallGathering(plan, snapshot.gather)
             try:
-                return self._bucket_sender.send(plan, gathering, links.engines, stop, witness)
+                return self._bucket_sender.send(plan, gathering, links.engines, stop, witness, arena)
             finally:
                 if self._gathers_with_others:
                     gathering.finish()
@@ -397,7 +405,23 @@ class RankWorker:
                 bring_shards(links.plan, self._rank, *held, links.shards[self._rank], self._messages, stop)
                 return None
             filler = ShardGathering(links.plan, *held, links.shards, self._messages)
-        return self._bucket_sender.send(plan, filler, links.engines, stop, witness)
+        return self._bucket_sender.send(plan, filler, links.engines, stop, witness, arena)
+
+    def _lay_out(self, epoch: int, plan: Plan, links: Sequence[Link]) -> Tensor | None:
+        """Where the weights are to be written, if some engines read them there.
+
+        Raises:
+            OutOfStepError: There is no memory for it (any more).
+        """
+        shared = [link for link in links if isinstance(link, SharedSourceLink)]
+        if not shared:
+            return None
+        for link in shared:
+            link.hear()  # of what was let go of
+        taken = self._sets.take(shared_nbytes(plan))
+        for link in shared:
+            link.begin(epoch, taken, len(plan.buckets))
+        return taken.memory
 
     def _receipt(self, order: UpdateOrder, plan: Plan, digests: Digests, witness: Witness | None) -> SendReceipt:
         if self._sent is not None and self._sent[0] == order.base_epoch:
@@ -439,6 +463,7 @@ class RankWorker:
     def close(self) -> None:
         """Leave the group and let the rank's threads end. Does not wait."""
         self._sender.clean_up(self._close_links)
+        self._sets.clear()
         self._sender.close()
         self._hasher.close()
 

@@ -29,6 +29,8 @@ class EngineOutcome:
         state: Where the update left it.
         weight_version: The version it holds; None if it holds no whole version, or never said.
         digest: The digest of the weights it confirmed (32 hex digits), if it got that far.
+        transport: What its bytes came through, or were to: ``"shared"`` memory, a ``"broadcast"``, or ``"pynccl"``, a
+            broadcast of vLLM's own. None if it was not asked to receive.
         error: What it failed with, in words.
     """
 
@@ -36,6 +38,7 @@ class EngineOutcome:
     state: EngineState
     weight_version: int | None = None
     digest: str | None = None
+    transport: str | None = None
     error: str | None = None
 
 

@@ -95,8 +95,12 @@ class Sender:
         links: Sequence[Link],
         stop: threading.Event,
         witness: Witness | None = None,
+        arena: Tensor | None = None,
     ) -> Digests:
         """Fill, send and hash every bucket: one while others are on their way. Blocks.
+
+        With an arena every bucket is filled at its place in it, whatever lies elsewhere, and sent over all links from
+        there: the weights are read once, however many ways they go.
 
         Args:
             plan: The plan.
@@ -104,6 +108,7 @@ class Sender:
             links: Where they go: every bucket over each of them.
             stop: Ends it, from another thread.
             witness: Takes every bucket as well, on the hashing thread.
+            arena: Flat uint8 in host memory, laid out as the plan is, that nobody reads yet.
 
         Raises:
             TransferError: A bucket did not arrive, or it was stopped.
@@ -125,8 +130,11 @@ class Sender:
                 filler.expect(bucket)
             if len(on_the_way) == IN_FLIGHT:
                 wait_for_oldest()
-            flat, buffer = filler.lying(bucket, device), None
-            if flat is None:
+            flat, buffer = filler.lying(bucket, device) if arena is None else None, None
+            if arena is not None:
+                flat = arena[bucket.start : bucket.stop]
+                filler.fill(bucket, flat, stop)
+            elif flat is None:
                 buffer = filled % filler.buffers
                 filled += 1
                 while any(sent.buffer == buffer for sent in on_the_way):

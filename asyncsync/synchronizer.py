@@ -27,7 +27,7 @@ from asyncsync.buckets import DEFAULT_BUCKET_SIZE
 from asyncsync.catch_up import Published, catch_up, holds
 from asyncsync.clock import UpdateClock
 from asyncsync.coalesce import LONGEST_UNDO, Coalescer
-from asyncsync.connection import BackendChoice, Connection, leave_groups
+from asyncsync.connection import BackendChoice, Connection, TransportChoice, leave_groups
 from asyncsync.errors import (
     ClosedError,
     EventLoopError,
@@ -108,6 +108,10 @@ class WeightSynchronizer:
         partial: Whether engines may hold tensors that the trainer does not send. Those are taken to be as they
             should be in every engine, also in one that was restarted.
         backend: ``"gloo"``, ``"nccl"``, or ``"auto"``: NCCL if all weights are on GPUs.
+        transport: How bytes come to engines. ``"auto"``: through shared memory to those on the trainer's node that can
+            take it (if there is enough, and NCCL does not do it), and through a broadcast to all others. ``"shared"``:
+            through shared memory only; an engine that cannot be reached so is a ConnectError. ``"broadcast"``: never
+            through shared memory. The outcomes say which engine got it how.
         timeout: Seconds for a whole update; phases have shares of it.
         offload: For a trainer in this process: False if it never offloads its memory (see
             :func:`asyncsync.memory_saver_guard`).
@@ -145,6 +149,7 @@ class WeightSynchronizer:
         dtype: torch.dtype | None = None,
         partial: bool = False,
         backend: BackendChoice = "auto",
+        transport: TransportChoice = "auto",
         timeout: float = DEFAULT_TIMEOUT,
         offload: bool | None = None,
         policy: Policy = "drain",
@@ -168,6 +173,10 @@ class WeightSynchronizer:
             raise ValueError(f"initial_version must not be negative, but is {initial_version}")
         if backend not in get_args(Literal["auto"]) + get_args(Backend):
             raise ValueError(f'backend must be "auto", "gloo" or "nccl", not {backend!r}')
+        if transport not in get_args(TransportChoice):
+            raise ValueError(f"transport must be one of {', '.join(get_args(TransportChoice))}, not {transport!r}")
+        if transport == "shared" and backend == "nccl":
+            raise ValueError('transport="shared" moves bytes without NCCL: leave backend out')
         if policy not in get_args(Policy):
             raise ValueError(f"policy must be one of {', '.join(get_args(Policy))}, not {policy!r}")
         if asleep not in get_args(Asleep):
@@ -198,6 +207,7 @@ class WeightSynchronizer:
             options=ReadOptions(bucket_size=bucket_size, name_map=name_map, dtype=dtype),
             partial=partial,
             backend=backend,
+            transport=transport,
             policy=self._policy,
             wake=asleep == "wake",
             timeout=timeout,

@@ -124,6 +124,7 @@ class TrainerGroup:
 
     async def _connect_ranks(self, rendezvous: Rendezvous) -> None:
         shards = secrets.token_hex(16)
+        rendezvous = replace(rendezvous, transport="broadcast")  # however the engines are reached
         try:
             for rank in self._bringers:
                 await self._connect_shards(rank, replace(rendezvous, connection=shard_connection(shards, rank)))

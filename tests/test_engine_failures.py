@@ -358,7 +358,7 @@ async def test_one_that_leaves_the_group_without_a_word_is_gone_without() -> Non
 
 @BOTH
 async def test_what_was_received_for_nothing_is_written_over_by_the_next_attempt(staged: bool) -> None:
-    async with synced(count=2, staged=staged) as (trainer, engines, synchronizer):
+    async with synced(count=2, staged=staged, transport="broadcast") as (trainer, engines, synchronizer):
 
         def memory() -> dict[int, torch.Tensor]:  # held on to, lest new memory come to lie where the old did
             loader: Any = engines[0]._asyncsync._loader

@@ -127,7 +127,7 @@ async def test_many_join_at_once_and_an_update_comes_between() -> None:
 
 
 async def test_engines_that_join_one_by_one_end_in_few_groups_and_each_holds_every_update() -> None:
-    async with synced(count=1) as (trainer, engines, synchronizer):
+    async with synced(count=1, transport="broadcast") as (trainer, engines, synchronizer):
         everyone: list[ToldEngine] = list(engines)
         await synchronizer.update_weights()
         for index in range(2 * MAX_COHORTS):

@@ -337,7 +337,8 @@ async def test_a_trainer_needs_two_buckets_of_extra_memory(actors: Actors) -> No
     bucket_size, layout = 8 * 2**20, partial(Flat, 16, (2**22,))  # 256 MiB
     await actors.hold(partial(layout, fill=1.0), layout)
     before = await actors.trainer.resident.remote()
-    async with WeightSynchronizer(actors.trainer, actors.engines, bucket_size=bucket_size) as synchronizer:
+    options: dict[str, Any] = {"bucket_size": bucket_size, "transport": "broadcast"}
+    async with WeightSynchronizer(actors.trainer, actors.engines, **options) as synchronizer:
         await synchronizer.update_weights()
         after = await actors.trainer.resident.remote()
     assert after - before < 2 * bucket_size + 16 * 2**20

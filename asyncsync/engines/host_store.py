@@ -10,6 +10,7 @@ from torch import Tensor
 from asyncsync.buckets import Bucket, Plan
 from asyncsync.digests import StreamingDigests
 from asyncsync.packing import arena_views, hash_bucket
+from asyncsync.transports.base import LentArena
 
 
 class HostStore:
@@ -63,9 +64,10 @@ class HostStore:
     def take(self, bucket: Bucket, buffer: Tensor) -> None:
         """Take a bucket that has arrived."""
         assert self._plan is not None
-        if self._bounce:
-            self._place(bucket).copy_(buffer)
-        hash_bucket(self._plan, bucket, self._place(bucket), self._digests)
+        place = self._place(bucket)
+        if buffer.data_ptr() != place.data_ptr():
+            place.copy_(buffer)
+        hash_bucket(self._plan, bucket, place, self._digests)
 
     def digest(self) -> str:
         """Digest of all that was taken."""
@@ -80,6 +82,13 @@ class HostStore:
             for name in spec.names:
                 if name not in left_out:
                     yield name, view
+
+    def adopt(self, lent: LentArena) -> bool:
+        """No: what is loaded from here may be page-locked."""
+        return False
+
+    def drop(self) -> None:
+        """Nothing: the memory is this store's own."""
 
     def commit(self) -> None:
         """Nothing: what is loaded from here is copied."""

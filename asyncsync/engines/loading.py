@@ -8,14 +8,19 @@ write to, for all that is known, is thrown away, never used again.
 An engine that holds shards receives whole buckets into bounce buffers, and takes out what lies in its blocks. Its
 arenas are of the size of what it holds.
 
+Where the source shares its memory, a staged engine on the CPU *adopts* that as its next arena, and copies nothing; when
+the one after is in service, it lets go of it. An engine of another kind takes buckets from where they lie, as it takes
+them from a bounce buffer.
+
 Parameters that are views of a larger memory (a fused weight, say) are copied to instead of pointed elsewhere: their
 siblings would not follow.
 """
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import Collection
 from typing import Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -26,6 +31,7 @@ from asyncsync.digests import StreamingDigests
 from asyncsync.engines.binding import Binding
 from asyncsync.packing import arena_views, hash_bucket, raw, unpack
 from asyncsync.shards import Block, Shard, unpack_shards
+from asyncsync.transports.base import LentArena
 
 
 class Loader(Protocol):
@@ -46,6 +52,14 @@ class Loader(Protocol):
 
     def begin(self) -> None:
         """Get ready for an update."""
+        ...
+
+    def adopt(self, lent: LentArena) -> bool:
+        """Whether it takes memory of the source's for its own, once all buckets lie there; then it lets go of it."""
+        ...
+
+    def drop(self) -> None:
+        """Let go of what was adopted, and is not to be taken into service after all."""
         ...
 
     def target(self, bucket: Bucket) -> Tensor:
@@ -69,12 +83,40 @@ class Loader(Protocol):
         ...
 
 
+class Installed:
+    """Which memory a module's parameters were pointed to; shared by all of its loaders, one after the other.
+
+    Attributes:
+        views: What each was pointed to, by the parameter's id.
+        lent: The memory of sources among it.
+    """
+
+    def __init__(self) -> None:
+        self.views: dict[int, Tensor] = {}
+        self.lent: list[LentArena] = []
+
+    def keep(self, held: Collection[int]) -> None:
+        """Forget all parameters but these."""
+        self.views = {key: view for key, view in self.views.items() if key in held}
+
+    def let_go(self) -> None:
+        """Let go of memory that no parameter points to any more."""
+        used = {view.untyped_storage().data_ptr() for view in self.views.values()} if self.lent else set()
+        kept = []
+        for lent in self.lent:
+            if lent.memory.untyped_storage().data_ptr() in used:
+                kept.append(lent)
+            else:
+                lent.let_go()
+        self.lent = kept
+
+
 class StagedLoader:
     """Holds the new weights beside the old.
 
     Args:
         binding: What goes where.
-        installed: The views that parameters were pointed to, by the parameter's id; shared by all loaders of a module.
+        installed: What parameters were pointed to; shared by all loaders of a module.
         device: Device type that buckets arrive on.
     """
 
@@ -82,43 +124,67 @@ class StagedLoader:
 
     @property
     def in_flight(self) -> int:
-        return 2 if self._bounce else 8
+        return 2 if self._bounces else 8
 
-    def __init__(self, binding: Binding, installed: MutableMapping[int, Tensor], device: str) -> None:
+    def __init__(self, binding: Binding, installed: Installed, device: str) -> None:
         self._binding = binding
         self._installed = installed
         self.device = device
         self._home = home_of(binding.tensors)
+        self._bounces = bool(binding.shards) or self._home.type != device
         self._bounce: _Bounce | None = None
         self._spare: _Arena | None = None
         self._live: _Arena | None = None
+        self._adopted: LentArena | None = None  # in place of the spare one
+        self._lent: WeakKeyDictionary[LentArena, _Arena] = WeakKeyDictionary()  # they come again and again
         self._digests = StreamingDigests(0)
 
     def begin(self) -> None:
         settle(self._home)
+        self.drop()
+        self._digests = StreamingDigests(len(self._binding.plan.specs))
+
+    def adopt(self, lent: LentArena) -> bool:
         plan = self._binding.plan
+        if self._home.type != "cpu" or self._binding.shards or len(plan.parts) > 1:
+            return False
+        if lent not in self._lent:
+            self._lent[lent] = _Arena(self._binding, self._home, lent.memory[: plan.arena_nbytes])
+        self._adopted, self._spare = lent, self._lent[lent]
+        return True
+
+    def drop(self) -> None:
+        if self._adopted is not None:
+            self._adopted.let_go()
+            self._adopted = self._spare = None
+
+    def _own(self) -> _Arena:
         if self._spare is None:
             self._spare = _Arena(self._binding, self._home)
-        if self._bounce is None and (self._binding.shards or self._home.type != self.device):
-            self._bounce = _Bounce(plan.largest_bucket, self.device)
-        self._digests = StreamingDigests(len(plan.specs))
+        return self._spare
 
     def target(self, bucket: Bucket) -> Tensor:
-        assert self._spare is not None
-        return self._bounce.target(bucket) if self._bounce else self._spare.place(bucket)
+        if not self._bounces:
+            return self._own().place(bucket)
+        if self._bounce is None:
+            self._bounce = _Bounce(self._binding.plan.largest_bucket, self.device)
+        return self._bounce.target(bucket)
 
     def take(self, bucket: Bucket, buffer: Tensor) -> None:
-        assert self._spare is not None
-        if self._bounce:
-            self._spare.put(bucket, buffer)
+        self._own().put(bucket, buffer)
         hash_bucket(self._binding.plan, bucket, buffer, self._digests)
 
     def digest(self) -> str:
         return self._binding.plan.digest_of(self._digests.result())
 
     def commit(self) -> None:
-        assert self._spare is not None
-        taking = [(view, tensor) for view, targets in self._spare.views for tensor in targets]
+        arena = self._own()
+        if self._adopted is not None:
+            self._installed.lent.append(
+                self._adopted
+            )  # whatever becomes of this: parameters may point there from now on
+            self._adopted = self._spare = None
+        taking = [(view, tensor) for view, targets in arena.views for tensor in targets]
         written = [tensor for _, tensor in taking if not self._may_point_elsewhere(tensor)]
         self._binding.check_memory(written)
         stay = {id(tensor) for tensor in written}
@@ -128,19 +194,22 @@ class StagedLoader:
                     raw(tensor).copy_(raw(view))
                 else:
                     tensor.data = view
-                    self._installed[id(tensor)] = view
+                    self._installed.views[id(tensor)] = view
         settle(self._home)
-        self._spare, self._live = self._live, self._spare
+        self._spare = None if arena.lent or self._live is None or self._live.lent else self._live
+        self._live = arena
+        self._installed.let_go()
 
     def _may_point_elsewhere(self, tensor: Tensor) -> bool:
         """Whether nothing else would go on to see the old memory: it is all the tensor's own, or an arena of ours."""
-        installed = self._installed.get(id(tensor))
+        installed = self._installed.views.get(id(tensor))
         if installed is not None and installed.data_ptr() == tensor.data_ptr():
             return True
         whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
         return whole and id(tensor) not in self._binding.shared
 
     def discard(self) -> None:
+        self.drop()
         self._spare = self._bounce = None
 
 
@@ -150,13 +219,15 @@ class _Arena:
     Args:
         binding: What goes where.
         device: Where it is to lie.
+        memory: Memory to lie in, if there is some: flat uint8, laid out as the plan is.
 
     Attributes:
         memory: Flat uint8.
+        lent: Whether it is a source's.
         views: Its tensors, each with the module's that are to become it.
     """
 
-    def __init__(self, binding: Binding, device: torch.device) -> None:
+    def __init__(self, binding: Binding, device: torch.device, memory: Tensor | None = None) -> None:
         self._plan = plan = binding.plan
         found: list[tuple[int, Block | None, list[Tensor]]] = []
         for index, targets in enumerate(binding.targets):
@@ -171,7 +242,10 @@ class _Arena:
                 for index, block, _ in found
             )
             lying = plan_buckets([TensorSpec(str(at), spec.dtype, shape) for at, (spec, shape) in enumerate(specs)])
-        self.memory = torch.empty(lying.arena_nbytes, dtype=torch.uint8, device=device)
+        self.lent = memory is not None
+        if memory is None:
+            memory = torch.empty(lying.arena_nbytes, dtype=torch.uint8, device=device)
+        self.memory = memory
         views = arena_views(lying, self.memory)
         self.views = [(view, tensors) for view, (*_, tensors) in zip(views, found, strict=True)]
         self._sharded = bool(binding.shards)
@@ -188,12 +262,12 @@ class _Arena:
         return self.memory[bucket.start : bucket.stop]
 
     def put(self, bucket: Bucket, buffer: Tensor) -> None:
-        """Copy a bucket in, or what is wanted of it."""
+        """Copy a bucket in, or what is wanted of it, unless it lies here already."""
         if self._sharded:
             unpack(self._plan, bucket, buffer, self._whole)
             unpack_shards(self._plan, bucket, buffer, self._shards)
-        else:
-            self.place(bucket).copy_(buffer)
+        elif (place := self.place(bucket)).data_ptr() != buffer.data_ptr():
+            place.copy_(buffer)
 
 
 class InPlaceLoader:
@@ -217,12 +291,17 @@ class InPlaceLoader:
     def begin(self) -> None:
         settle(self._home)
         self._binding.check_memory(self._binding.tensors)
-        if self._bounce is None:
-            self._bounce = _Bounce(self._binding.plan.largest_bucket, self.device)
         self._digests = StreamingDigests(len(self._binding.plan.specs))
 
+    def adopt(self, lent: LentArena) -> bool:
+        return False  # its weights lie where they lie
+
+    def drop(self) -> None:
+        pass
+
     def target(self, bucket: Bucket) -> Tensor:
-        assert self._bounce is not None
+        if self._bounce is None:
+            self._bounce = _Bounce(self._binding.plan.largest_bucket, self.device)
         return self._bounce.target(bucket)
 
     def take(self, bucket: Bucket, buffer: Tensor) -> None:

@@ -173,6 +173,7 @@ def _join(statuses: Sequence[EngineStatus]) -> EngineStatus:
         device="+".join(sorted({status.device for status in statuses})),
         gpus=tuple(gpu for status in statuses for gpu in status.gpus),
         staged=all(status.staged for status in statuses),
+        node=front.node if all(status.node == front.node for status in statuses) else "",
         policies=tuple(each for each in front.policies if all(each in status.policies for status in statuses)),
         world_size=sum(status.world_size for status in statuses),
         epoch=max(status.epoch for status in statuses),

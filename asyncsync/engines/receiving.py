@@ -7,6 +7,7 @@ A session begins in :meth:`Receiver.receive` and ends when what it received was 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +27,7 @@ from asyncsync.messages import Contacts, Rendezvous, UpdateOrder
 from asyncsync.sending import wait
 from asyncsync.threads import RenewedThread
 from asyncsync.transports.base import QUIET_TIMEOUT, Link
+from asyncsync.transports.memory_files import shared_nbytes
 from asyncsync.transports.seat import Seat
 
 
@@ -234,6 +236,7 @@ class Receiver:
     def _drop(self, session: Session) -> None:
         if self.session is not session:
             return
+        session.loader.drop()
         if not (session.received or all(link.is_quiet(QUIET_TIMEOUT) for link in session.links)):
             session.loader.discard()
         if session.loader.touched:
@@ -259,6 +262,14 @@ def receive_buckets(session: Session) -> str:
     if len(links) not in (1, sources):
         raise OutOfStepError(f"the order names {len(links)} groups, and there are {sources} sources")
     loader.begin()
+    parts = plan.parts if len(links) > 1 else (plan,)
+    starts = list(itertools.accumulate((part.arena_nbytes for part in parts), initial=0))
+    lent = [
+        link.arena(session.order.epoch, shared_nbytes(part), session.stop)
+        for link, part in zip(links, parts, strict=True)
+    ]
+    # What is not adopted is let go of as soon as all was copied in; if that fails, by the end of the link.
+    read = [one for one in lent if one is not None and not loader.adopt(one)]
     on_the_way: deque[tuple[Bucket, Tensor, object]] = deque()
 
     def link_of(bucket: Bucket) -> Link:
@@ -269,11 +280,20 @@ def receive_buckets(session: Session) -> str:
         wait(link_of(bucket), handle, bucket, session.stop)
         session.take(bucket, buffer)
 
+    def place_of(bucket: Bucket) -> Tensor:
+        source = bucket.source if len(links) > 1 else 0
+        one, start = lent[source], starts[source]
+        return loader.target(bucket) if one is None else one.memory[bucket.start - start : bucket.stop - start]
+
     for bucket in plan.buckets:
         if len(on_the_way) == loader.in_flight:
             take_oldest()
-        buffer = loader.target(bucket)
+        buffer = place_of(bucket)
         on_the_way.append((bucket, buffer, link_of(bucket).start_receive(buffer)))
     while on_the_way:
         take_oldest()
+    for one in read:
+        one.let_go()
+    for link in links:
+        link.finish()
     return loader.digest()

@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Collection
 from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from asyncsync import cluster
 from asyncsync.buckets import Plan, list_names
@@ -24,7 +24,7 @@ from asyncsync.devices import gpu_of, home_of
 from asyncsync.engines.base import EngineReceipt
 from asyncsync.engines.binding import Binding, bind, local_tensors, module_shards
 from asyncsync.engines.gate import Generations
-from asyncsync.engines.loading import InPlaceLoader, Loader, StagedLoader
+from asyncsync.engines.loading import InPlaceLoader, Installed, Loader, StagedLoader
 from asyncsync.engines.ranks import WITHIN_CLEANUP, also
 from asyncsync.engines.receiving import Receiver, Session
 from asyncsync.engines.record import WeightRecord, all_names
@@ -35,6 +35,7 @@ from asyncsync.packing import digest_weights
 from asyncsync.sending import OwnTensors, Sender
 from asyncsync.shield import shielded
 from asyncsync.threads import RenewedThread, WorkerThread
+from asyncsync.transports.memory_files import this_node
 
 _log = logging.getLogger("asyncsync")
 
@@ -76,7 +77,7 @@ class ServedModule:
         self._worker = RenewedThread("asyncsync-receiver")
         self.record = WeightRecord(generations.bar)
         self.receiver = Receiver(self.record, self._worker, device=lambda: self._home.index)
-        self._installed: dict[int, Tensor] = {}
+        self._installed = Installed()
         self._stale_cache = False
         self._paused_for: int | None = None  # the epoch of the update it is paused for
         self._switching = False  # staged, and from the moment on that it holds requests back by itself
@@ -124,6 +125,7 @@ class ServedModule:
         status = self.record.status(
             device=self._home.type,
             gpus=gpu_of(self._home),
+            node=this_node(),
             staged=self._staged,
             policies=self.generations.policies,
             connections=self.receiver.connections,
@@ -147,7 +149,7 @@ class ServedModule:
         if self._staged and len({tensor.device for tensor in binding.tensors}) > 1:
             raise PlanError("a staged engine's weights must be on one device: use staged=False")
         held = local_tensors(self._module())
-        self._installed = {key: view for key, view in self._installed.items() if key in held}
+        self._installed.keep(held)
         self._binding, self._loader = binding, None
 
     async def open_group(self, rendezvous: Rendezvous) -> Contacts:

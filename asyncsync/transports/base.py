@@ -13,6 +13,22 @@ QUIET_TIMEOUT = 0.2
 """Seconds that a closed link may take until its buffers can be used again; else they are given up."""
 
 
+class LentArena(Protocol):
+    """Memory of the source's, mapped here, in which a whole set of weights comes to lie as its plan lays it out.
+
+    It does not change once it is whole, until it was let go of. What is written to it here is seen here alone.
+
+    Attributes:
+        memory: Flat uint8.
+    """
+
+    memory: Tensor
+
+    def let_go(self) -> None:
+        """Say that nobody here reads it any more: the source will write to it again. A second call does nothing."""
+        ...
+
+
 class Link(Protocol):
     """One member's end of a connected data plane.
 
@@ -45,6 +61,25 @@ class Link(Protocol):
         Raises:
             LinkLostError: They have not, and nothing that is started on this link later can be trusted.
         """
+        ...
+
+    def arena(self, epoch: int, nbytes: int, stop: threading.Event) -> LentArena | None:
+        """At an engine: where an update's buckets come to lie by themselves; None if each is received into a buffer.
+
+        Called once an update, before its first bucket; it is to be let go of. Blocks until the source has said.
+
+        Args:
+            epoch: The update's.
+            nbytes: Size of the set.
+            stop: Ends the wait, as in :meth:`wait`.
+
+        Raises:
+            LinkLostError: The source has left, it speaks of another update, or it was stopped.
+        """
+        ...
+
+    def finish(self) -> None:
+        """At an engine: all buckets of an update were taken. Does not block."""
         ...
 
     def close(self) -> None:

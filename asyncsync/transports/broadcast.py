@@ -284,6 +284,12 @@ class BroadcastLink:
             if (running := self._running.pop(handle, None)) is not None:
                 self._kept.append(running[1])
 
+    def arena(self, epoch: int, nbytes: int, stop: threading.Event) -> None:
+        """None: buckets are received into buffers."""
+
+    def finish(self) -> None:
+        """Nothing: every bucket was waited for at both ends."""
+
     def close(self) -> None:
         """Leave the group without blocking; operations still running end by themselves, aside."""
         with self._mutex:

@@ -262,6 +262,12 @@ class PyNcclLink:
         with self._mutex, suppress(ValueError):
             self._running.remove(handle)
 
+    def arena(self, epoch: int, nbytes: int, stop: threading.Event) -> None:
+        """None: buckets are received into buffers."""
+
+    def finish(self) -> None:
+        """Nothing: every bucket was waited for at both ends."""
+
     def close(self) -> None:
         """Leave the group without blocking. What was begun has some seconds left, for workers that wait for it."""
         with self._mutex:

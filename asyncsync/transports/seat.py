@@ -11,7 +11,9 @@ from asyncsync.guard import MemorySaverGuard
 from asyncsync.messages import Contacts, Rendezvous
 from asyncsync.transports.base import GroupJoining, Link
 from asyncsync.transports.broadcast import Joining
+from asyncsync.transports.memory_files import SharedSets
 from asyncsync.transports.pynccl import PyNcclJoining
+from asyncsync.transports.shared import SharedJoining
 
 
 class Seat:
@@ -19,13 +21,15 @@ class Seat:
 
     Args:
         guard: Makes the guard under which, and on whose thread, groups are joined and left.
+        sets: At a source: where weights come to lie that are shared.
 
     Attributes:
         link: The member's end of the group it has joined, or None.
     """
 
-    def __init__(self, guard: Callable[[], MemorySaverGuard]) -> None:
+    def __init__(self, guard: Callable[[], MemorySaverGuard], sets: SharedSets | None = None) -> None:
         self._guard = guard
+        self._sets = sets
         self._joining: tuple[GroupJoining, asyncio.Future[None]] | None = None
         self.link: Link | None = None
 
@@ -61,6 +65,8 @@ class Seat:
         joining: GroupJoining
         if rendezvous.transport == "pynccl":
             joining = PyNcclJoining(rendezvous, address=address)
+        elif rendezvous.transport == "shared":
+            joining = SharedJoining(rendezvous, sets=self._sets)
         else:
             joining = Joining(rendezvous, address=address)
         joined = asyncio.ensure_future(self._join(joining))

@@ -21,6 +21,7 @@ from asyncsync.engines.vllm.pauses import PauseNote
 from asyncsync.errors import EngineError, OutOfStepError
 from asyncsync.messages import WEIGHTS, Contacts, EngineStatus, Layout, Policy, Rendezvous, UpdateOrder
 from asyncsync.threads import RenewedThread
+from asyncsync.transports.memory_files import this_node
 
 Check: TypeAlias = Callable[[Plan, bool], frozenset[str]]
 Load: TypeAlias = Callable[[Iterator[tuple[str, Tensor]]], None]
@@ -78,6 +79,7 @@ class WorkerRank:
         cannot: dict[Policy, str] = {"continue": STALE_PREFIXES} if self._prefix_caching else {}
         return self._record.status(
             device=self._device,
+            node=this_node(),
             staged=True,
             policies=tuple(policy for policy in policies if policy not in cannot),
             cannot=cannot,
