@@ -70,9 +70,17 @@ def pack(plan: Plan, bucket: Bucket, tensors: Sequence[Tensor] | Mapping[int, Te
         targets, sources = [], []
         for index, (start, stop) in zip(bucket.whole, bucket.spans, strict=True):
             spec, tensor = plan.specs[index], tensors[index]
-            target = buffer[start:stop].view(spec.dtype)
+            target = buffer[start:stop]
             if tensor.dtype == spec.dtype:
-                target, tensor = raw(target), raw(tensor)
+                tensor = raw(tensor)
+                if tensor.is_contiguous():
+                    tensor = tensor.view(-1)  # two views less of the target: of thousands of small tensors these count
+                    targets.append(target if tensor.dtype == torch.uint8 else target.view(tensor.dtype))
+                    sources.append(tensor)
+                    continue
+                target = target.view(tensor.dtype)
+            else:
+                target = target.view(spec.dtype)
             targets.append(target.view(spec.shape))
             sources.append(tensor)
         if targets:

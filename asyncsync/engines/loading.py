@@ -89,11 +89,13 @@ class Installed:
     Attributes:
         views: What each was pointed to, by the parameter's id.
         lent: The memory of sources among it.
+        left: What of that was let go of, and is to be tidied up.
     """
 
     def __init__(self) -> None:
         self.views: dict[int, Tensor] = {}
         self.lent: list[LentArena] = []
+        self.left: list[LentArena] = []
 
     def keep(self, held: Collection[int]) -> None:
         """Forget all parameters but these."""
@@ -108,7 +110,13 @@ class Installed:
                 kept.append(lent)
             else:
                 lent.let_go()
+                self.left.append(lent)
         self.lent = kept
+
+    def tidy(self) -> None:
+        """Tidy up what was let go of: it takes a while, and nobody has to wait for it."""
+        while self.left:
+            self.left.pop().tidy()
 
 
 class StagedLoader:

@@ -389,6 +389,7 @@ class ServedModule:
             except BaseException:
                 self.record.taint(f"update {session.order.version} could not be loaded", names)
                 raise
+            self._worker.submit(self._installed.tidy)
             self._stale_cache = True
             self._lost_weights = self._lost_weights and self._binding is not None and self._binding.partial
             self.record.committed(session.order, names, session.digest)

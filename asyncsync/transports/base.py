@@ -28,6 +28,10 @@ class LentArena(Protocol):
         """Say that nobody here reads it any more: the source will write to it again. A second call does nothing."""
         ...
 
+    def tidy(self) -> None:
+        """After that, and whenever there is time: undo what was written to it here. Else that is done as it is lent."""
+        ...
+
 
 class Link(Protocol):
     """One member's end of a connected data plane.

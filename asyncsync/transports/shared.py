@@ -403,17 +403,24 @@ class _Lent:
         self._mapping = mapping
         self.memory = mapping.memory
         self.epoch: int | None = None  # of the update that it is held for
+        self._is_tidy = True
 
     def lend(self, epoch: int) -> None:
         """Note for which update it is lent, to be seen as the source writes it."""
-        self._mapping.forget_writes()
-        self.epoch = epoch
+        self.tidy()
+        self.epoch, self._is_tidy = epoch, False
 
     def let_go(self) -> None:
         """Say that nobody here reads it any more."""
         epoch, self.epoch = self.epoch, None
         if epoch is not None and (link := self._link()) is not None:
             link.say(_LET_GO, epoch, self._number)
+
+    def tidy(self) -> None:
+        """Have it show the source's bytes also where this process has written."""
+        if self.epoch is None and not self._is_tidy:
+            self._mapping.forget_writes()
+            self._is_tidy = True
 
 
 class SharedEngineLink:
