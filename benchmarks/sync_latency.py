@@ -2,16 +2,19 @@
 
 ``python -m benchmarks.sync_latency`` brings the same weights from this process to Ray actors, in turns:
 
-* ``ours``: ``WeightSynchronizer.update_weights()`` with staged engines, digests and all;
+* ``ours``: ``WeightSynchronizer.update_weights()`` with staged engines, digests and all, through shared memory;
+* ``broadcast``: the same with ``transport="broadcast"``, as engines on other nodes have it;
+* ``put``: one ``ray.put`` of the same bytes as one array, which every actor copies into a warm buffer, unchecked;
 * ``seed``: the loop that RL frameworks ship, see :mod:`benchmarks.seed_loop`;
 * ``gloo``: one gloo broadcast of the same bytes to the same actors, from barrier to barrier, into warm buffers;
 * ``memcpy``: one copy of the same bytes in this process, on one thread.
 
 Each is the median of several rounds, after two to warm up. Weights change before every run, and after it the engines
 must hold the trainer's bytes. A *stall* is the longest that a 1 ms ticker in this process's event loop came late, in
-rounds of their own: the ticker takes time from whoever leaves the loop free, and none from whoever blocks it. torch
-runs on one thread in every process. Garbage is collected before each run, since one full collection of what torch and
-Ray bring along holds a process up for 150 ms, whoever's turn it is.
+rounds of their own: the ticker takes time from whoever leaves the loop free, and none from whoever blocks it. ``ours``
+and ``put`` have actors of their own: the seed's loop writes to its engines' weights, which would be pages of the shared
+memory to copy. torch runs on one thread in every process. Garbage is collected before each run, since one full
+collection of what torch and Ray bring along holds a process up for 150 ms, whoever's turn it is.
 """
 
 from __future__ import annotations
@@ -69,6 +72,8 @@ class Row:
     tensors: int
     engines: int
     ours_s: float
+    broadcast_s: float
+    put_s: float
     seed_s: float
     gloo_s: float
     memcpy_s: float
@@ -103,6 +108,10 @@ class BenchmarkEngine(SeedReceiver, asyncsync.ModuleEngine):
         self.group.broadcast(self._flat).wait()
         self.group.barrier()
 
+    def receive_object(self, array: Any) -> None:
+        """Copy what comes through the object store."""
+        self._flat.numpy()[:] = array
+
     def fingerprint(self) -> str:
         """Digest of the module's weights."""
         return layouts.fingerprint(self.module.parameters())
@@ -116,10 +125,18 @@ RemoteEngine = asyncsync.remote(num_cpus=0)(BenchmarkEngine)
 
 
 class Fleet:
-    """Engines, and the group that seed loop and bare broadcast go through. Make it with :meth:`start`."""
+    """Engines, and the group that seed loop and bare broadcast go through. Make it with :meth:`start`.
 
-    def __init__(self, engines: Sequence[Any], group: Group, lock: Any) -> None:
+    Attributes:
+        engines: Those that have a place in the group.
+        near: As many, that have not.
+        group: The group.
+        lock: What the seed's loop locks.
+    """
+
+    def __init__(self, engines: Sequence[Any], near: Sequence[Any], group: Group, lock: Any) -> None:
         self.engines = engines
+        self.near = near
         self.group = group
         self.lock = lock
 
@@ -128,7 +145,9 @@ class Fleet:
     async def start(cls, count: int) -> AsyncIterator[Self]:
         """Start ``count`` engines, and stop them in the end."""
         lock = await cluster.start_actor(SeedLock)
-        engines = await asyncio.to_thread(lambda: [RemoteEngine.remote() for _ in range(count)])
+        engines, near = await asyncio.to_thread(
+            lambda: ([RemoteEngine.remote() for _ in range(count)], [RemoteEngine.remote() for _ in range(count)])
+        )
         try:
             address = cluster.node_address()
             store = open_store(address)
@@ -139,13 +158,15 @@ class Fleet:
             group, *_ = await asyncio.gather(
                 asyncio.to_thread(Group, address, store.port, 0, count + 1, store=store), *joins
             )
-            yield cls(engines, group, lock)
+            yield cls(engines, near, group, lock)
         finally:
-            await asyncio.gather(*(cluster.kill_actor(actor) for actor in (*engines, lock)))
+            await asyncio.gather(*(cluster.kill_actor(actor) for actor in (*engines, *near, lock)))
 
-    async def all(self, method: str, *args: Any) -> list[Any]:
-        """Call every engine."""
-        return await asyncio.gather(*(cluster.call(engine, method, *args) for engine in self.engines))
+    async def all(self, method: str, *args: Any, near: bool = False) -> list[Any]:
+        """Call every engine of one kind."""
+        return await asyncio.gather(
+            *(cluster.call(engine, method, *args) for engine in (self.near if near else self.engines))
+        )
 
 
 # -- the contenders ---------------------------------------------------------------------------------------------------
@@ -195,6 +216,29 @@ class Ours(Contender):
         start = time.perf_counter()
         await self.synchronizer.update_weights()
         return time.perf_counter() - start
+
+
+class Shared(Ours):
+    """The library, on engines that seed's loop leaves alone."""
+
+    async def fingerprints(self) -> list[str]:
+        """See :meth:`Contender.fingerprints`."""
+        return await self.fleet.all("fingerprint", near=True)
+
+
+class Put(Contender):
+    """Ray's object store, as lean as can be: one array, put from a thread, and copied by each actor."""
+
+    async def run(self) -> float:
+        """See :meth:`Contender.run`."""
+        start = time.perf_counter()
+        reference = await asyncio.to_thread(ray.put, self.tensors[0].numpy())
+        await self.fleet.all("receive_object", reference, near=True)
+        return time.perf_counter() - start
+
+    async def fingerprints(self) -> list[str]:
+        """Digests of the engines' flat buffers."""
+        return await self.fleet.all("flat_fingerprint", near=True)
 
 
 class Seed(Contender):
@@ -281,10 +325,15 @@ async def measure(layout: Layout, fleet: Fleet, *, rounds: int) -> Row:
     """
     weights = layouts.make_weights(layout)
     flat = torch.zeros(layout.nbytes, dtype=torch.uint8)
-    await fleet.all("hold", layout)
-    async with asyncsync.WeightSynchronizer(weights, fleet.engines) as synchronizer:
+    await asyncio.gather(fleet.all("hold", layout), fleet.all("hold", layout, near=True))
+    async with (
+        asyncsync.WeightSynchronizer(weights, fleet.near, transport="shared") as near,
+        asyncsync.WeightSynchronizer(weights, fleet.engines, transport="broadcast") as synchronizer,
+    ):
         contenders: dict[str, Contender] = {
-            "ours": Ours(fleet, weights, synchronizer),
+            "ours": Shared(fleet, weights, near),
+            "broadcast": Ours(fleet, weights, synchronizer),
+            "put": Put(fleet, [flat]),
             "seed": Seed(fleet, weights),
             "gloo": BareGloo(fleet, [flat]),
             "memcpy": Memcpy(fleet, [flat]),
@@ -344,8 +393,8 @@ def rounds(layout: Layout, *, quick: bool) -> int:
 
 
 def memory_wanted(layout: Layout, engines: int) -> int:
-    """Bytes a case needs: weights, flat and copied here; two sets staged, flat and a bucket of the seed there."""
-    return (3 + 3 * engines) * layout.nbytes + engines * min(layout.nbytes, BUCKET_SIZE) + MEMORY_RESERVE
+    """Bytes a case needs: weights, flat, copied, two shared sets and an object here; two sets and two flat there."""
+    return (6 + 4 * engines) * layout.nbytes + engines * min(layout.nbytes, BUCKET_SIZE) + MEMORY_RESERVE
 
 
 def memory_available() -> int:
@@ -364,10 +413,11 @@ def show(rows: Sequence[Row]) -> None:
     """Print the rows, with ratios, and the machine."""
     console = Console()
     if not console.is_terminal:
-        console = Console(width=130)
-    table = Table(title="Weight update: medians in ms; ratios above 1 are in favour of ours; longest loop stall in ms")
+        console = Console(width=160)
+    table = Table(title="Weight update: medians in ms; longest loop stall in ms")
     table.add_column("case")
-    columns = ["MB", "tensors", "engines", "ours", "seed", "gloo", "memcpy", "seed/ours", "gloo/ours"]
+    columns = ["MB", "tensors", "engines", "ours", "broadcast", "put", "seed", "gloo", "memcpy"]
+    columns += ["seed/ours", "put/ours", "ours/memcpy"]
     for column in (*columns, "ours stall", "seed stall"):
         table.add_column(column, justify="right")
     for row in rows:
@@ -376,9 +426,13 @@ def show(rows: Sequence[Row]) -> None:
             f"{row.bytes / 1e6:.4g}",
             str(row.tensors),
             str(row.engines),
-            *(f"{seconds * 1e3:.4g}" for seconds in (row.ours_s, row.seed_s, row.gloo_s, row.memcpy_s)),
+            *(
+                f"{seconds * 1e3:.4g}"
+                for seconds in (row.ours_s, row.broadcast_s, row.put_s, row.seed_s, row.gloo_s, row.memcpy_s)
+            ),
             f"{row.seed_s / row.ours_s:.2f}",
-            f"{row.gloo_s / row.ours_s:.2f}",
+            f"{row.put_s / row.ours_s:.2f}",
+            f"{row.ours_s / row.memcpy_s:.2f}",
             f"{row.ours_stall_ms:.1f}",
             f"{row.seed_stall_ms:.1f}",
         )

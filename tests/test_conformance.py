@@ -6,6 +6,7 @@ import asyncio
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,6 +14,7 @@ import pytest
 from torch import nn
 
 import asyncsync
+from asyncsync.connection import TransportChoice
 from asyncsync.messages import Policy, UpdateOrder
 from asyncsync.testing import CHECKS, parted
 from tests.chain import Chain, continued
@@ -26,6 +28,14 @@ PROMPT = (3, 1, 4, 1, 5)
 def little_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """These engines answer within milliseconds, or not at all."""
     monkeypatch.setattr("asyncsync.testing.PATIENCE", 0.5)
+
+
+@pytest.fixture(params=["shared", "broadcast"])
+def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> TransportChoice:
+    """What the checks' updates go through."""
+    chosen: TransportChoice = request.param
+    monkeypatch.setattr("asyncsync.testing.WeightSynchronizer", partial(asyncsync.WeightSynchronizer, transport=chosen))
+    return chosen
 
 
 class ChainEngine(asyncsync.ModuleEngine):
@@ -67,7 +77,7 @@ class ChainSubject:
 @pytest.mark.parametrize("staged", [True, False], ids=["staged", "in place"])
 @pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.asyncio
-async def test_module_engines_conform(check: str, staged: bool) -> None:
+async def test_module_engines_conform(check: str, staged: bool, transport: TransportChoice) -> None:
     await CHECKS[check](ChainSubject(staged=staged))
 
 
@@ -90,7 +100,9 @@ class FakeVLLMSubject(ChainSubject):
 @pytest.mark.parametrize(("ranks", "prefix_caching"), [(1, True), (2, False)], ids=["prefixes", "two ranks"])
 @pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.asyncio
-async def test_the_adapter_for_vllm_conforms(check: str, ranks: int, prefix_caching: bool) -> None:
+async def test_the_adapter_for_vllm_conforms(
+    check: str, ranks: int, prefix_caching: bool, transport: TransportChoice
+) -> None:
     llm = FakeLLM(ranks=ranks, prefix_caching=prefix_caching)
     subject = FakeVLLMSubject(llm, prefix_caching=prefix_caching, backend="asyncsync")
     await CHECKS[check](subject)

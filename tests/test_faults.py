@@ -1,4 +1,4 @@
-"""The fault matrix: each fault in each phase, on staged engines and in place, on real processes.
+"""The fault matrix: each fault in each phase, on staged engines and in place, on real processes, over each transport.
 
 In each cell one of three engines (or the trainer, or whoever awaits the update) fails, while every engine's weights are
 read all the time. What must hold: no reader meets mixed weights, the update ends in time, the others have the new
@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from functools import partial
@@ -24,6 +25,7 @@ from torch import nn
 
 import asyncsync
 from asyncsync import EngineState, SharedRolloutLock, WeightSynchronizer
+from asyncsync.connection import TransportChoice
 from tests.faulty import BUCKET, FaultyEngine, FaultyTrainer, weights
 from tests.sample import fingerprint
 
@@ -52,6 +54,7 @@ TRAINER_STEPS: Mapping[str, str] = {
 PHASES = ("queue", "before update", "describe", "connect", "drain", "pause", "transfer", "finish", "resume")
 ENGINE_FAULTS = ("raises", "exits", "is killed", "is stopped", "answers late", "does not answer")
 MODES = {True: "staged", False: "in place"}
+TRANSPORTS: tuple[TransportChoice, ...] = ("shared", "broadcast")
 
 
 def phases(staged: bool) -> list[str]:
@@ -72,7 +75,7 @@ LOCK_CELLS = [(side, staged) for staged in MODES for side in ("updater", "reader
 CANCEL_CELLS = [(phase, staged) for staged in MODES for phase in phases(staged)]
 
 Cell = tuple[str, str, bool]
-RESULTS: dict[Cell, str] = {}
+RESULTS: dict[Cell, dict[str, str]] = defaultdict(dict)  # by transport
 DIGESTS = {fill: fingerprint(weights(fill)) for fill in range(1, 4)}
 OLD, NEW, NEXT = 1, 2, 3
 
@@ -153,12 +156,13 @@ def set_weights(trainer: nn.Module, fill: int) -> None:
 
 @asynccontextmanager
 async def prepared(
-    fleet: Fleet, trainer: Any, phase: str, **options: Any
+    fleet: Fleet, trainer: Any, phase: str, transport: TransportChoice, **options: Any
 ) -> AsyncIterator[tuple[WeightSynchronizer, int]]:
     """Engines that hold version n, of the old weights, and a synchronizer whose next update comes to a phase."""
-    async with WeightSynchronizer(trainer, fleet.engines, bucket_size=BUCKET, timeout=60) as synchronizer:
+    first: dict[str, Any] = {"bucket_size": BUCKET, "timeout": 60, "transport": transport}
+    async with WeightSynchronizer(trainer, fleet.engines, **first) as synchronizer:
         version = (await synchronizer.update_weights()).version
-    options |= {"bucket_size": BUCKET, "timeout": 60.0}
+    options |= {"bucket_size": BUCKET, "timeout": 60.0, "transport": transport}
     async with WeightSynchronizer(trainer, fleet.engines, initial_version=version, **options) as synchronizer:
         if phase not in ("before update", "describe", "connect"):
             await synchronizer.connect()  # else the update does it
@@ -184,10 +188,15 @@ def told(states: list[EngineState], fleet: Fleet) -> str:
     return f"{states[1]}, others {others}" if len(set(states)) > 1 else f"all {states[0]}"
 
 
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize(("fault", "phase", "staged"), ENGINE_CELLS)
-async def test_an_engine(fleets: Mapping[bool, Fleet], fault: str, phase: str, staged: bool) -> None:
+async def test_an_engine(
+    fleets: Mapping[bool, Fleet], fault: str, phase: str, staged: bool, transport: TransportChoice
+) -> None:
+    if fault == "cannot listen" and transport == "shared":
+        pytest.skip("an engine does not listen for shared memory")
     fleet, trainer = fleets[staged], weights(OLD)
-    async with prepared(fleet, trainer, phase) as (synchronizer, version):
+    async with prepared(fleet, trainer, phase, transport) as (synchronizer, version):
         readers = Readers(fleet, synchronizer)
         pid = await fleet.victim.pid.remote()
         await fleet.victim.arm.remote(fault if fault == "cannot listen" else ENGINE_STEPS[phase], fault)
@@ -219,13 +228,16 @@ async def test_an_engine(fleets: Mapping[bool, Fleet], fault: str, phase: str, s
         await check_all_hold(fleet, synchronizer, NEXT)
         assert readers.read, "nobody read anything"
         check_reads(readers, version, fills)
-        RESULTS[f"an engine {fault}", phase, staged] = told(states, fleet)
+        RESULTS[f"an engine {fault}", phase, staged][transport] = told(states, fleet)
 
 
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize(("fault", "phase", "staged"), TRAINER_CELLS)
-async def test_the_trainer(fleets: Mapping[bool, Fleet], fault: str, phase: str, staged: bool) -> None:
+async def test_the_trainer(
+    fleets: Mapping[bool, Fleet], fault: str, phase: str, staged: bool, transport: TransportChoice
+) -> None:
     fleet, trainer = fleets[staged], FaultyTrainer.remote(partial(weights, OLD))
-    async with prepared(fleet, trainer, phase) as (synchronizer, version):
+    async with prepared(fleet, trainer, phase, transport) as (synchronizer, version):
         readers = Readers(fleet, synchronizer)
         pid = await trainer.pid.remote()
         await trainer.hold.remote(partial(weights, NEW))
@@ -251,13 +263,16 @@ async def test_the_trainer(fleets: Mapping[bool, Fleet], fault: str, phase: str,
         assert (await synchronizer.update_weights()).version > version
         await check_all_hold(fleet, synchronizer, NEXT)
     ray.kill(trainer)
-    RESULTS[f"the trainer {fault}", phase, staged] = told(states, fleet)
+    RESULTS[f"the trainer {fault}", phase, staged][transport] = told(states, fleet)
 
 
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize(("phase", "staged"), CANCEL_CELLS)
-async def test_who_awaits_it_is_cancelled(fleets: Mapping[bool, Fleet], phase: str, staged: bool) -> None:
+async def test_who_awaits_it_is_cancelled(
+    fleets: Mapping[bool, Fleet], phase: str, staged: bool, transport: TransportChoice
+) -> None:
     fleet, trainer = fleets[staged], weights(OLD)
-    async with prepared(fleet, trainer, phase) as (synchronizer, version):
+    async with prepared(fleet, trainer, phase, transport) as (synchronizer, version):
         readers = Readers(fleet, synchronizer)
         await fleet.victim.arm.remote(ENGINE_STEPS[phase], "does not answer")
         set_weights(trainer, NEW)
@@ -288,7 +303,7 @@ async def test_who_awaits_it_is_cancelled(fleets: Mapping[bool, Fleet], phase: s
             fills[(await update).version] = NEXT
         await check_all_hold(fleet, synchronizer, NEXT)
         check_reads(readers, version, fills)
-        RESULTS["its caller is cancelled", phase, staged] = told(states, fleet)
+        RESULTS["its caller is cancelled", phase, staged][transport] = told(states, fleet)
 
 
 class LockHolder:
@@ -303,13 +318,16 @@ class LockHolder:
         await self._held.__aenter__()
 
 
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize(("side", "staged"), LOCK_CELLS)
-async def test_who_holds_the_lock_is_killed(fleets: Mapping[bool, Fleet], side: str, staged: bool) -> None:
+async def test_who_holds_the_lock_is_killed(
+    fleets: Mapping[bool, Fleet], side: str, staged: bool, transport: TransportChoice
+) -> None:
     fleet, trainer = fleets[staged], weights(OLD)
     lock = await SharedRolloutLock.create(lease_ttl=2.0)
     actor_class: Any = ray.remote(num_cpus=0)(LockHolder)
     holder = actor_class.remote()
-    async with prepared(fleet, trainer, "transfer", lock=lock) as (synchronizer, version):
+    async with prepared(fleet, trainer, "transfer", transport, lock=lock) as (synchronizer, version):
         await holder.hold.remote(lock, side)
         set_weights(trainer, NEW)
         update = asyncio.create_task(synchronizer.update_weights())
@@ -322,11 +340,18 @@ async def test_who_holds_the_lock_is_killed(fleets: Mapping[bool, Fleet], side: 
         assert [await engine.read.remote() for engine in fleet.engines] == [(version + 1, DIGESTS[NEW])] * 3
     await lock.aclose()
     what = "another conductor" if side == "updater" else "a reader elsewhere"
-    RESULTS[f"{what} is killed", "queue" if side == "updater" else "drain", staged] = told(states, fleet)
+    RESULTS[f"{what} is killed", "queue" if side == "updater" else "drain", staged][transport] = told(states, fleet)
 
 
 BEGIN, END = "<!-- the fault matrix begins -->", "<!-- the fault matrix ends -->"
 PAGE = Path(__file__).parent.parent / "docs" / "reliability.md"
+
+
+def cell(key: Cell) -> str:
+    """What became of it: over both transports the same, or first over shared memory and then over a broadcast."""
+    found = RESULTS.get(key, {})
+    told = {found[one].replace("lost", "tainted"): found[one] for one in TRANSPORTS if one in found}
+    return "; ".join(told.values()) or "·"
 
 
 def table() -> str:
@@ -337,7 +362,7 @@ def table() -> str:
         used = [phase for phase in PHASES if any((fault, phase, staged) in RESULTS for fault in faults)]
         lines += [f"**{mode.capitalize()} engines**", "", f"| | {' | '.join(used)} |", "| --- " * (len(used) + 1) + "|"]
         lines += [
-            f"| {fault} | {' | '.join(RESULTS.get((fault, phase, staged), '·') for phase in used)} |"
+            f"| {fault} | {' | '.join(cell((fault, phase, staged)) for phase in used)} |"
             for fault in faults
             if any(key[0] == fault and key[2] == staged for key in RESULTS)
         ]

@@ -19,6 +19,7 @@ from torch import nn
 
 import asyncsync
 from asyncsync import WeightSynchronizer
+from asyncsync.connection import TransportChoice
 from tests.cancelling import CancelAt
 from tests.engines import ToldEngine, failing, flip_a_bit, gate_of
 from tests.memory_link import MemoryJoining
@@ -70,6 +71,7 @@ class Histories(RuleBasedStateMachine):
         self.weights = {name: torch.zeros(shape) for name, shape in SIZES.items()}
         self.engines: list[ToldEngine] = []
         self.values: dict[int, float] = {}  # what each version holds
+        self.transport: TransportChoice = "auto"
         self.restarted: list[ToldEngine] = []  # and the synchronizer does not know
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
@@ -86,7 +88,12 @@ class Histories(RuleBasedStateMachine):
 
     def new_synchronizer(self) -> WeightSynchronizer:
         return WeightSynchronizer(
-            self.weights, self.engines, bucket_size=BUCKET, timeout=300.0, on_engine_failure=self.on_failure
+            self.weights,
+            self.engines,
+            bucket_size=BUCKET,
+            timeout=300.0,
+            on_engine_failure=self.on_failure,
+            transport=self.transport,
         )
 
     def pick(self, index: int) -> ToldEngine:
@@ -109,9 +116,12 @@ class Histories(RuleBasedStateMachine):
     @initialize(
         staged=strategies.lists(strategies.booleans(), min_size=1, max_size=3),
         on_failure=strategies.sampled_from(["raise", "drop", "abort"]),
+        transport=strategies.sampled_from(["shared", "broadcast"]),
     )
-    def begin(self, staged: list[bool], on_failure: Literal["raise", "drop", "abort"]) -> None:
-        self.on_failure = on_failure
+    def begin(
+        self, staged: list[bool], on_failure: Literal["raise", "drop", "abort"], transport: TransportChoice
+    ) -> None:
+        self.on_failure, self.transport = on_failure, transport
         self.engines = [self.new_engine(each) for each in staged]
         self.synchronizer = self.new_synchronizer()
 
