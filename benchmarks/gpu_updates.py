@@ -142,7 +142,9 @@ async def guarded(place: Place, notes: Notes, quick: bool) -> None:
     async with (
         Peer.start(PolicyEngine, shape, place.name, staged) as one,
         Peer.start(PolicyEngine, shape, place.name, in_place) as other,
-        asyncsync.WeightSynchronizer(rank, [one, other], backend="gloo", timeout=TIMEOUT) as synchronizer,
+        asyncsync.WeightSynchronizer(
+            rank, [one, other], backend="gloo", transport="broadcast", timeout=TIMEOUT
+        ) as synchronizer,
     ):
         for number in range(QUICK_UPDATES if quick else UPDATES):
             update = f"update {number + 1}"
@@ -214,7 +216,9 @@ async def _update_unguarded(place: Place, notes: Notes) -> None:
     rank = asyncsync.TrainerRank(training.module, offload=False)
     async with (
         Peer.start(PolicyEngine, QUICK_SHAPE, place.name, True) as engine,
-        asyncsync.WeightSynchronizer(rank, [engine], backend="gloo", timeout=TIMEOUT) as synchronizer,
+        asyncsync.WeightSynchronizer(
+            rank, [engine], backend="gloo", transport="broadcast", timeout=TIMEOUT
+        ) as synchronizer,
     ):
         place.pause()
         notes.step("updating")
@@ -282,7 +286,9 @@ async def _updating(
             parameter.view(torch.int16).random_(0, 2**15)
     async with (
         Peer.start(PolicyEngine, shape, target, True) as engine,
-        asyncsync.WeightSynchronizer(policy, [engine], backend=backend, timeout=TIMEOUT) as synchronizer,
+        asyncsync.WeightSynchronizer(
+            policy, [engine], backend=backend, transport="broadcast", timeout=TIMEOUT
+        ) as synchronizer,
     ):
         yield policy, engine, synchronizer
 

@@ -40,6 +40,7 @@ NODES = {
 SPARE = "127.0.0.5"
 """Takes the place of the node that dies."""
 
+# The "nodes" are one machine's, where memory can be passed from one to the other: so it is asked for a broadcast.
 TIMEOUT = 60.0  # seconds an update may take: a hang is seen as a WeightUpdateTimeoutError
 
 Sockets = set[tuple[str, int]]
@@ -104,7 +105,9 @@ async def some_updates(actors: Actors, kind: str, size: int, folder: Path) -> di
     pids = await actors.each("pid")
     before = {name: listening(pid) for name, pid in pids.items()}
     updates = []
-    async with WeightSynchronizer(ranks, engines, bucket_size=256, timeout=TIMEOUT) as synchronizer:
+    async with WeightSynchronizer(
+        ranks, engines, bucket_size=256, timeout=TIMEOUT, transport="broadcast"
+    ) as synchronizer:
         for _ in range(3):
             await every(ranks, "step")
             await synchronizer.update_weights()
@@ -133,7 +136,7 @@ async def a_node_that_dies(nodes: Any, actors: Actors) -> dict[str, Any]:
     node = next(node for node in nodes.worker_nodes if "engine 1" in NODES[node.node_ip_address])
     process = psutil.Process(await engine.pid.remote())
     before = listening(os.getpid())
-    async with WeightSynchronizer(weights, actors.engines, timeout=TIMEOUT) as synchronizer:
+    async with WeightSynchronizer(weights, actors.engines, timeout=TIMEOUT, transport="broadcast") as synchronizer:
         await synchronizer.update_weights()
         seen["driver listening"] = addresses_of(listening(os.getpid()) - before)
         seen["whole"] = {"version": synchronizer.weight_version, "sent": digest(contents(trainer))}

@@ -474,6 +474,7 @@ def memory_of(engine: asyncsync.ModuleEngine) -> set[int]:
 @pytest.mark.parametrize("staged", [True, False], ids=["staged", "in place"])
 @pytest.mark.asyncio
 async def test_engines_on_this_node_are_updated_through_two_sets(staged: bool) -> None:
+    open_before = files_of(os.getpid())
     async with synced(staged=staged) as (trainer, engines, synchronizer):
         for _ in range(5):
             change(trainer)
@@ -483,7 +484,9 @@ async def test_engines_on_this_node_are_updated_through_two_sets(staged: bool) -
             assert {outcome.digest for outcome in update.outcomes} == {update.digest}
             if staged:
                 assert len(memory_of(engines[0])) == 1, "adopted, not copied"
-        assert len(sets_of(synchronizer).numbers) == (2 if staged else 1)
+        sets = len(sets_of(synchronizer).numbers)
+        assert sets == (2 if staged else 1)
+        assert files_of(os.getpid()) <= open_before + sets, "engines keep no descriptors"
 
 
 @pytest.mark.asyncio
