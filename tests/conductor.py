@@ -50,15 +50,23 @@ def stand_still_at(point: str) -> None:
     if point == "paused":
         Transaction._transfer = lambda self: stand_still(point)  # type: ignore[method-assign]
     elif point == "sending":
-        lying = OwnTensors.lying
+        lying, fill = OwnTensors.lying, OwnTensors.fill
 
-        def some(self: OwnTensors, bucket: Bucket, device: str) -> Tensor | None:
+        def stand_still_in_the_middle(bucket: Bucket) -> None:
             if bucket.index == 12:
                 say(point)
                 threading.Event().wait()
-            return lying(self, bucket, device)
 
-        OwnTensors.lying = some  # type: ignore[method-assign]
+        def some_lying(filler: OwnTensors, bucket: Bucket, device: str) -> Tensor | None:
+            stand_still_in_the_middle(bucket)
+            return lying(filler, bucket, device)
+
+        def some_filled(filler: OwnTensors, bucket: Bucket, buffer: Tensor, stop: threading.Event) -> None:
+            stand_still_in_the_middle(bucket)
+            fill(filler, bucket, buffer, stop)
+
+        OwnTensors.lying = some_lying  # type: ignore[assignment,method-assign]
+        OwnTensors.fill = some_filled  # type: ignore[assignment,method-assign]
     elif point == "received":
         Transaction._finish = lambda self: stand_still(point)  # type: ignore[method-assign]
     elif point == "one switched":
@@ -73,10 +81,11 @@ def stand_still_at(point: str) -> None:
         Transaction._leave_behind = lambda self: stand_still(point)  # type: ignore[method-assign]
 
 
-async def conduct(point: str, engines: list[Any]) -> None:
+async def conduct(point: str, transport: Any, engines: list[Any]) -> None:
     """Bring version 1, of ones, and begin with version 2, of twos."""
     trainer = WEIGHTS(fill=1.0)
-    async with asyncsync.WeightSynchronizer(trainer, engines, timeout=60, bucket_size=BUCKET) as synchronizer:
+    options: dict[str, Any] = {"timeout": 60, "bucket_size": BUCKET, "transport": transport}
+    async with asyncsync.WeightSynchronizer(trainer, engines, **options) as synchronizer:
         await synchronizer.update_weights()
         with torch.no_grad():
             for tensor in trainer.parameters():
@@ -87,6 +96,6 @@ async def conduct(point: str, engines: list[Any]) -> None:
 
 
 if __name__ == "__main__":
-    where, address, namespace, *names = sys.argv[1:]
+    where, way, address, namespace, *names = sys.argv[1:]
     ray.init(address=address, namespace=namespace, log_to_driver=False, logging_level=logging.ERROR)
-    asyncio.run(conduct(where, [ray.get_actor(name) for name in names]))
+    asyncio.run(conduct(where, way, [ray.get_actor(name) for name in names]))

@@ -94,14 +94,22 @@ class FaultyTrainerActor(Faulty, TrainerActor):
     def __init__(self, make: Callable[[], nn.Module]) -> None:
         super().__init__(make)
         self._fault = fault = Fault()
-        lying = OwnTensors.lying
+        lying, fill = OwnTensors.lying, OwnTensors.fill
 
-        def watched(filler: OwnTensors, bucket: Bucket, device: str) -> Tensor | None:
+        def fail_if_due(bucket: Bucket) -> None:
             if bucket.index == MIDDLE and fault.due("send_weights"):
                 fault.happen()
+
+        def watched_lying(filler: OwnTensors, bucket: Bucket, device: str) -> Tensor | None:
+            fail_if_due(bucket)
             return lying(filler, bucket, device)
 
-        OwnTensors.lying = watched  # type: ignore[assignment,method-assign]
+        def watched_fill(filler: OwnTensors, bucket: Bucket, buffer: Tensor, stop: threading.Event) -> None:
+            fail_if_due(bucket)
+            fill(filler, bucket, buffer, stop)
+
+        OwnTensors.lying = watched_lying  # type: ignore[assignment,method-assign]
+        OwnTensors.fill = watched_fill  # type: ignore[assignment,method-assign]
 
     async def begin_update(self) -> bool:
         return await self._fault.before("begin_update", super().begin_update())

@@ -9,11 +9,13 @@ import sys
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 import ray
 
 from asyncsync import WeightSynchronizer
+from asyncsync.connection import TransportChoice
 from tests.actors import Engine
 from tests.conductor import BUCKET, POINTS, WEIGHTS
 from tests.sample import fingerprint
@@ -22,10 +24,10 @@ pytestmark = [pytest.mark.asyncio, pytest.mark.faults]
 
 
 @asynccontextmanager
-async def killed_at(point: str, names: list[str]) -> AsyncIterator[None]:
+async def killed_at(point: str, transport: TransportChoice, names: list[str]) -> AsyncIterator[None]:
     """A conductor that is killed once it has come to a point."""
     context = ray.get_runtime_context()
-    command = ["-m", "tests.conductor", point, context.gcs_address, context.namespace, *names]
+    command = ["-m", "tests.conductor", point, transport, context.gcs_address, context.namespace, *names]
     process = await asyncio.create_subprocess_exec(sys.executable, *command, stdout=asyncio.subprocess.PIPE)
     try:
         assert process.stdout is not None
@@ -47,16 +49,17 @@ OLD, NEW = fingerprint(WEIGHTS(fill=1.0)), fingerprint(WEIGHTS(fill=2.0))
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.parametrize("transport", ["shared", "broadcast"])
 @pytest.mark.parametrize(
     ("point", "staged"),
     [(point, staged) for point in POINTS for staged in (True, False) if point != "paused" or not staged],
 )
 async def test_engines_drop_the_half_update_and_another_conductor_takes_over(
-    ray_cluster: None, point: str, staged: bool
+    ray_cluster: None, point: str, staged: bool, transport: TransportChoice
 ) -> None:
     names = [f"{uuid.uuid4().hex}-{index}" for index in range(2)]
     engines = [Engine.options(name=name).remote(WEIGHTS, staged=staged) for name in names]
-    async with killed_at(point, names):
+    async with killed_at(point, transport, names):
         if point == "sending":  # both ends hear it at once
             while any([await engine.receiving.remote() for engine in engines]):
                 pass
@@ -71,7 +74,8 @@ async def test_engines_drop_the_half_update_and_another_conductor_takes_over(
             torn = {"sending": 2, "received": 2, "one switched": 1}.get(point, 0)
             assert [status.tainted is None for status in statuses] == [True] * (2 - torn) + [False] * torn
             assert all(status.paused for status in statuses)
-        async with WeightSynchronizer(WEIGHTS(fill=3.0), engines, timeout=60, bucket_size=BUCKET) as synchronizer:
+        options: dict[str, Any] = {"timeout": 60, "bucket_size": BUCKET, "transport": transport}
+        async with WeightSynchronizer(WEIGHTS(fill=3.0), engines, **options) as synchronizer:
             await synchronizer.connect()
             if not staged and point in ("sending", "received"):
                 assert (synchronizer.weight_version, synchronizer.ready_engines) == (None, ())
