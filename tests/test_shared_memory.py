@@ -155,6 +155,7 @@ async def test_a_set_that_somebody_holds_is_not_written_to_whatever_becomes_of_h
             receive(other, epoch).let_go()
             assert taken is not first
         assert len(sets.numbers) <= 2
+        assert len(other._sets) <= 2, "it does not keep mapped what was retired"
         held.let_go()  # nobody hears it any more
         assert torch.equal(held.memory, old)
 
@@ -278,9 +279,10 @@ async def test_strangers_are_turned_away_and_disturb_nobody(what: str) -> None:
             if said is not None:
                 break
         if STRANGE[what] is None:
-            shared_out = [one for one in strangers if select.select([one], [], [], 1)[0]]
-            assert shared_out, "there are only so many who may say nothing"
-            strangers[0].close()
+            shut_out, _, _ = await asyncio.to_thread(select.select, strangers, [], [], shared.HELLO_TIMEOUT / 2)
+            assert shut_out, "there are only so many who may say nothing"
+            for stranger in strangers:
+                stranger.close()
         async with joining(1, 3, None) as (one, first), joining(2, 3, None) as (two, second):
             for engine in (one, two):
                 engine.introduce(contacts)
@@ -566,6 +568,29 @@ async def test_what_another_synchronizer_does_leaves_adopted_weights_as_they_are
             await successor.update_weights()
             assert holds(one, trainer)
     rank.close()
+
+
+@pytest.mark.asyncio
+async def test_what_was_received_for_nothing_is_let_go_of_and_written_again() -> None:
+    async with synced(on_engine_failure="abort") as (trainer, (one, other), synchronizer):
+        await synchronizer.update_weights()
+        await synchronizer.update_weights()
+        sets, held = sets_of(synchronizer), contents(one.module)
+        for _ in range(3):
+
+            async def fail() -> None:
+                raise RuntimeError("no")
+
+            other.before["pause_generation"] = fail
+            change(trainer)
+            with pytest.raises(asyncsync.EngineError, match="no"):
+                await synchronizer.update_weights()
+            assert contents(one.module) == held
+            synchronizer._sources.all[0].trainer._engine_seats.copy().popitem()[1].link.hear()  # type: ignore[attr-defined]
+            assert sum(bool(each.holders) for each in sets._sets) == 1, "only what is in service is held"
+        await synchronizer.update_weights()
+        assert holds(one, trainer)
+        assert sets.numbers == {1, 2}
 
 
 @pytest.mark.asyncio
