@@ -155,9 +155,22 @@ async def test_a_set_that_somebody_holds_is_not_written_to_whatever_becomes_of_h
             receive(other, epoch).let_go()
             assert taken is not first
         assert len(sets.numbers) <= 2
-        assert len(other._sets) <= 2, "it does not keep mapped what was retired"
+        assert other._sets.keys() <= sets.numbers, "it does not keep mapped what was retired"
         held.let_go()  # nobody hears it any more
         assert torch.equal(held.memory, old)
+
+
+def test_sets_beyond_two_are_given_up_once_nobody_holds_them() -> None:
+    sets, holder = SharedSets(), object()
+    taken = []
+    for epoch in range(4):
+        taken.append(sets.take(NBYTES))
+        sets.lend(taken[-1], holder, epoch)
+    assert sets.numbers == {1, 2, 3, 4}
+    for epoch, each in enumerate(taken):
+        sets.let_go(each.number, holder, epoch)
+    sets.take(NBYTES)
+    assert len(sets.numbers) == 2
 
 
 @pytest.mark.asyncio
