@@ -469,7 +469,8 @@ class Connection:
             raise
         identities = {member: _identity(status) for member, status in engines.items()}
         self._cohorts += (Cohort(connections, identities, _identities(sources), backend, transport),)
-        _log.debug("connected %d engines to %d sources over %s", len(engines), len(sources), backend)
+        way = "shared memory" if transport == "shared" else backend
+        _log.debug("connected %d engines to %d sources over %s", len(engines), len(sources), way)
 
     async def _form(self, source: Source, engines: Mapping[Member, EngineStatus], rendezvous: Rendezvous) -> None:
         def open_source() -> Awaitable[Contacts]:

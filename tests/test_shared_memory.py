@@ -769,6 +769,7 @@ def names() -> set[str]:
 
 
 @pytest.mark.ray
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize("fault", ["is killed", "is stopped"])
 @pytest.mark.asyncio
 async def test_an_engine_that_dies_in_the_middle_leaves_nothing_and_the_others_are_updated(
@@ -781,7 +782,7 @@ async def test_an_engine_that_dies_in_the_middle_leaves_nothing_and_the_others_a
         await synchronizer.update_weights()
         pid, trainer_pid = await engines[1].pid.remote(), await trainer.pid.remote()
         await engines[1].arm.remote("receive_weights", fault)
-        synchronizer._timeout = 8.0
+        synchronizer._timeout = 16.0
         with pytest.raises(asyncsync.WeightUpdateError, match="EngineActor-1") as caught:
             await synchronizer.update_weights()
         assert caught.value.update is not None
