@@ -20,7 +20,7 @@ from asyncsync.buckets import Plan, TensorSpec, join_plans, plan_buckets
 from asyncsync.errors import PlanError
 from asyncsync.shards import Block, Holding
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 PEER = -1
 """In place of a source's number: an engine that gives its weights to others."""

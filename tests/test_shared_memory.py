@@ -377,7 +377,7 @@ async def test_a_member_that_does_not_come_is_an_error_in_time_and_joining_can_b
         member.introduce({"0": b"\0asyncsync-nobody"})
         with pytest.raises(ConnectError, match="refused"):
             await joined
-    with pytest.raises(ConnectError, match="protocol 2, the other 99"):
+    with pytest.raises(ConnectError, match=f"protocol {PROTOCOL_VERSION}, the other 99"):
         SharedJoining(rendezvous(0, 2, protocol=99), sets=SharedSets())
 
 
