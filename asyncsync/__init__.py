@@ -47,6 +47,7 @@ from asyncsync.memory_saver.status import MemorySaverStatus, memory_saver_status
 from asyncsync.messages import Contacts, EngineStatus, Layout, Policy, Rendezvous, UpdateOrder
 from asyncsync.report import EngineOutcome, EngineState, EngineStatistics, SynchronizerStatistics, WeightUpdate
 from asyncsync.shared_lock import SharedRolloutLock
+from asyncsync.started import StartedUpdate
 from asyncsync.synchronizer import WeightSynchronizer
 from asyncsync.trainer import TrainerRank
 from asyncsync.weights import GatheredWeights
@@ -109,6 +110,7 @@ __all__ = [
     "SGLangActor",
     "SGLangEngine",
     "SharedRolloutLock",
+    "StartedUpdate",
     "SynchronizerStatistics",
     "TaintedEngineError",
     "TrainerError",

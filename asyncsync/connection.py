@@ -21,7 +21,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Awaitable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast
 
 from asyncsync.attempt import Orders
@@ -116,6 +116,19 @@ class Cohort:
         )
 
 
+@dataclass(slots=True)
+class SnapshotName:
+    """The snapshot that the weights of one update come from, however often it is tried.
+
+    Attributes:
+        name: Random: two conductors never use the same.
+        taken: Whether sources have it.
+    """
+
+    name: str = field(default_factory=lambda: secrets.token_hex(8))
+    taken: bool = False
+
+
 class Connection:
     """What sources and engines have agreed on, and the groups they are in.
 
@@ -189,7 +202,13 @@ class Connection:
         self._engines = None
 
     async def agree(
-        self, clock: UpdateClock, fleet: Fleet, *, base_epoch: int | None, version: int
+        self,
+        clock: UpdateClock,
+        fleet: Fleet,
+        *,
+        base_epoch: int | None,
+        version: int,
+        snapshot: SnapshotName | None = None,
     ) -> tuple[Orders, Mapping[Member, EngineStatus]]:
         """Read the trainer's layout, have the engines accept it, and connect whatever is not.
 
@@ -198,6 +217,7 @@ class Connection:
             fleet: The engines.
             base_epoch: The attempt that made the published version.
             version: The last version known here.
+            snapshot: The snapshot that sources are to take, or have taken and send; None: they send what is there.
 
         Returns:
             The orders for an update that may now begin, and how each engine is.
@@ -208,6 +228,7 @@ class Connection:
             EngineError: An engine failed; several of them as an EngineErrorGroup.
             TrainerError: The trainer failed.
         """
+        self._options = replace(self._options, snapshot=snapshot.name if snapshot and snapshot.taken else None)
         if not self.in_step(fleet):
             self._engines = None
             self._engines = await self._ask_and_connect(clock, fleet)
@@ -238,6 +259,7 @@ class Connection:
                 connections=tuple(cohort.connections[number] for cohort in self._cohorts),
                 plan_digest=plan,
                 checksums=checksums,
+                snapshot=snapshot.name if snapshot else None,
             )
             for number, plan in enumerate(self._plans)
             if plan is not None

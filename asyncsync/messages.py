@@ -83,12 +83,14 @@ class ReadOptions:
         whole_tensors: Whether buckets must hold whole tensors, of one dtype each.
         name_map: Applied to every name.
         dtype: Floating-point tensors are sent in this dtype.
+        snapshot: Of which snapshot; None: as they are now.
     """
 
     bucket_size: int
     whole_tensors: bool = False
     name_map: NameMap | None = None
     dtype: torch.dtype | None = None
+    snapshot: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -282,6 +284,8 @@ class UpdateOrder:
         lease: Seconds after which the whole update is over: what was not taken into service by then never will be.
         shards: Common part of the names of the groups that shards come through, if any do.
         checksums: To a source: what engines want checksums of.
+        snapshot: To a source: the name of a snapshot that it is to take, or to send; None: it sends the weights as they
+            are now.
         wake: To an engine: whether it is to wake what it has released: its weights before they are written, all else
             once they are whole. If not, one that sleeps refuses the order.
     """
@@ -296,6 +300,7 @@ class UpdateOrder:
     lease: float = math.inf
     shards: str | None = None
     checksums: Checksums = field(default_factory=dict)
+    snapshot: str | None = None
     wake: bool = False
 
 

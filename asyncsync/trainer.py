@@ -41,12 +41,20 @@ class Trainer(Protocol):
         """Leave a group, joined or only opened; no error if there is none of that name."""
         ...
 
+    async def snapshot_weights(self, order: UpdateOrder) -> None:
+        """Collective. Copy the weights as they are now, for this order and any that is given in its place."""
+        ...
+
+    async def drop_snapshot(self, snapshot: str) -> None:
+        """Forget a snapshot; no error if there is none of that name."""
+        ...
+
     async def send_weights(self, order: UpdateOrder) -> SendReceipt | None:
         """Collective. Read the weights, and send every bucket; None if this rank only brings shards to the source."""
         ...
 
     async def abort_send(self, epoch: int) -> None:
-        """Stop sending an update, and leave its group; no error if it is not being sent."""
+        """Stop sending an update, or copying its weights, and leave its group; no error if that is not under way."""
         ...
 
 
@@ -166,6 +174,16 @@ class TrainerRank:
         return await self._asyncsync.share_holdings(rank, holdings)
 
     @cluster.control
+    async def snapshot_weights(self, order: UpdateOrder) -> None:
+        """See :class:`Trainer`."""
+        await self._asyncsync.snapshot_weights(order)
+
+    @cluster.control
+    async def drop_snapshot(self, snapshot: str) -> None:
+        """See :class:`Trainer`."""
+        await self._asyncsync.drop_snapshot(snapshot)
+
+    @cluster.control
     async def send_weights(self, order: UpdateOrder) -> SendReceipt | None:
         """See :class:`Trainer`."""
         return await self._asyncsync.send_weights(order)
@@ -226,6 +244,12 @@ class RemoteTrainer:
     async def share_holdings(self, rank: int, holdings: tuple[Holding | None, ...]) -> tuple[int, ...]:
         bringers: tuple[int, ...] = await cluster.call(self.handle, "share_holdings", rank, holdings)
         return bringers
+
+    async def snapshot_weights(self, order: UpdateOrder) -> None:
+        await cluster.call(self.handle, "snapshot_weights", order)
+
+    async def drop_snapshot(self, snapshot: str) -> None:
+        await cluster.call(self.handle, "drop_snapshot", snapshot)
 
     async def send_weights(self, order: UpdateOrder) -> SendReceipt | None:
         receipt: SendReceipt | None = await cluster.call(self.handle, "send_weights", order)

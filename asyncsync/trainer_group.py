@@ -178,13 +178,31 @@ class TrainerGroup:
         Raises:
             OutOfStepError: The ranks are not connected with each other (any more). Nothing was sent.
         """
+        orders = self._orders(order)
+        receipts = await self._all(self._senders, lambda number, rank: rank.send_weights(orders[number]))
+        return receipts[0]
+
+    async def snapshot_weights(self, order: UpdateOrder) -> None:
+        """See :class:`~asyncsync.trainer.Trainer`. Each rank copies what it holds.
+
+        Raises:
+            OutOfStepError: The ranks are not connected with each other (any more). Nothing was copied.
+        """
+        orders = self._orders(order)
+        await self._all(self._senders, lambda number, rank: rank.snapshot_weights(orders[number]))
+
+    async def drop_snapshot(self, snapshot: str) -> None:
+        """See :class:`~asyncsync.trainer.Trainer`."""
+        dropped = {rank: self._call(rank, lambda _, one: one.drop_snapshot(snapshot)) for rank in self._everyone}
+        _raise_first(await settle(dropped))
+
+    def _orders(self, order: UpdateOrder) -> list[UpdateOrder]:
+        """What is ordered to each rank: only the source's order names groups of engines."""
         if self._bringers:
             if self._shards is None:
                 raise OutOfStepError("the trainer's ranks are not connected with each other")
             order = replace(order, shards=self._shards)
-        orders = [order if rank == 0 else replace(order, connections=()) for rank in self._everyone]
-        receipts = await self._all(self._senders, lambda number, rank: rank.send_weights(orders[number]))
-        return receipts[0]
+        return [order if rank == 0 else replace(order, connections=()) for rank in self._everyone]
 
     async def abort_send(self, epoch: int) -> None:
         """See :class:`~asyncsync.trainer.Trainer`."""

@@ -66,24 +66,26 @@ _Found: TypeAlias = tuple[str, torch.dtype, torch.Size, object, Block | None]
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Tensors and what they are; the tensors are the live ones, not copies.
+    """Tensors and what they are; the tensors are the live ones, unless they are copies that were made of them.
 
     Attributes:
         specs: One per distinct tensor; tied names are aliases of one spec.
         tensors: The tensors, in the same order, detached; of a sharded one, what lies on this rank.
         holding: Which part of each tensor that is; None if every tensor is whole.
         gather: Collective. Gives a tensor whole, by its index, where no tensor lies here; on some ranks only None.
+        home: Where the weights are, if the tensors are copies of them that lie elsewhere.
     """
 
     specs: tuple[TensorSpec, ...]
     tensors: tuple[Tensor, ...]
     holding: Holding | None = None
     gather: Callable[[int], Tensor | None] | None = None
+    home: torch.device | None = None
 
     @property
     def device(self) -> torch.device:
         """Where the weights are, whether or not their memory is there now."""
-        return home_of(self.tensors)
+        return home_of(self.tensors) if self.home is None else self.home
 
 
 class WeightSource:

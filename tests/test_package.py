@@ -22,7 +22,7 @@ FLOORS = (
         *("shield", "threads", "digests", "buckets", "packing", "shards", "clock", "fanout", "coalesce", "lock"),
         *("devices", "masters", "memory_saver", "guard"),
     },
-    {"weights", "messages", "checksums", "cluster", "transports", "sending", "sender_thread", "gathering"},
+    {"weights", "messages", "checksums", "cluster", "transports", "sending", "sender_thread", "gathering", "held"},
     {"engines", "rank_worker", "trainer", "trainer_group", "shared_lock"},
     {
         "fleet",
@@ -35,6 +35,7 @@ FLOORS = (
         "readers",
         "tally",
         "transaction",
+        "started",
     },
     {"synchronizer"},
     {"__init__"},
