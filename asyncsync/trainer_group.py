@@ -44,6 +44,7 @@ class TrainerGroup:
         self._bringers: tuple[int, ...] = ()
         self._gathers = False
         self._shards: str | None = None
+        self._statuses: Sequence[TrainerStatus] = ()
         self._groups: set[str] = set()
 
     def __repr__(self) -> str:
@@ -74,7 +75,11 @@ class TrainerGroup:
             PlanError: The ranks disagree on a tensor, by name; or shards do not tile their tensor.
             TrainerError: A rank failed, by number.
         """
-        statuses = await self._all(self._everyone, lambda _, rank: rank.describe_weights(options, known_digest))
+        # Of a snapshot only those know who have a part in sending it; the others are as they were when it was taken.
+        asked = self._everyone if options.snapshot is None else self._senders
+        said = await self._all(asked, lambda _, rank: rank.describe_weights(options, known_digest))
+        known = dict(enumerate(self._statuses)) | dict(zip(asked, said, strict=True))
+        statuses = self._statuses = [known[rank] for rank in self._everyone]
         if len({status.plan_digest for status in statuses}) > 1:
             statuses = await self._all(self._everyone, lambda _, rank: rank.describe_weights(options, None))
             _refuse_disagreement([status.specs or () for status in statuses], self._first)

@@ -176,16 +176,14 @@ async def test_who_starts_a_run_goes_on_halfway_and_has_a_share_in_it_until_the_
     assert not starting.done()
     work.half.set()
     share = await starting
-    assert work.coalescer.started
-    assert not share.done
+    assert [work.coalescer.started, share.done] == [True, False]
     assert not plain.done()
     plain.cancel()
     await asyncio.wait([plain])
     assert work.active == 1, "who has started it still has a share"
     work.gate.set()
     assert [await share.outcome(), await share.outcome()] == [1, 1]
-    assert share.done
-    assert not work.coalescer.started
+    assert [work.coalescer.started, share.done] == [False, True]
 
 
 async def test_a_share_that_is_left_by_the_last_ends_the_run() -> None:

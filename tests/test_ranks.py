@@ -112,6 +112,42 @@ async def test_a_trainer_that_sleeps_makes_its_groups_anew_for_every_update_and_
         assert await every(ranks, "hooks_called") == [["before", "after"] * 3] * size
 
 
+@pytest.mark.parametrize(("kind", "size"), [*CASES[:3], CASES[4], ("scattered", 3)], ids=lambda value: f"{value}")
+async def test_a_started_update_brings_what_the_ranks_held_then(
+    actors: list[Any], kind: str, size: int, tmp_path: Path
+) -> None:
+    ranks = actors[:size]
+    await become(ranks, kind, tmp_path, seed=5)
+    model = Mixed(5)  # of what the ranks hold, if nobody but their gathering can tell
+    engines = [ToldEngine(Mixed(7)), ToldEngine(Mixed(8), staged=False)]
+    async with WeightSynchronizer(ranks, engines, bucket_size=256) as synchronizer:
+        for fails in (False, False, True):
+            was = contents(model) if kind == "scattered" else (await every(ranks, "whole"))[0]
+            go_on = asyncio.Event()
+
+            async def wait(go_on: asyncio.Event = go_on) -> None:
+                await go_on.wait()
+
+            engines[0].before["receive_weights"] = wait
+            if fails:
+                engines[1].before["receive_weights"] = failing(OSError("no"))
+            update = await synchronizer.start_update()
+            await every(ranks, "step")
+            with torch.no_grad():
+                for tensor in {id(tensor): tensor for tensor in model.state_dict(keep_vars=True).values()}.values():
+                    tensor.mul_(-2)
+            go_on.set()
+            if fails:
+                with pytest.raises(asyncsync.EngineError, match="OSError: no"):
+                    await update
+            else:
+                await update
+            assert [contents(engine.module) == was for engine in engines] == [True, not fails]
+        await synchronizer.update_weights()
+        now = contents(model) if kind == "scattered" else (await every(ranks, "whole"))[0]
+        assert [contents(engine.module) for engine in engines] == [now, now]
+
+
 async def test_weights_are_rebuilt_from_each_ranks_shards_of_the_masters(actors: list[Any], tmp_path: Path) -> None:
     await become(actors[:2], "masters", tmp_path)
     for bucket_size in (64, 1 << 20):
