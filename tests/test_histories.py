@@ -158,6 +158,29 @@ class Histories(RuleBasedStateMachine):
             self.run(self.synchronizer.update_weights())
         self.note()
 
+    @rule(
+        fault=strategies.none() | strategies.tuples(engine_index, strategies.sampled_from(CALLS)),
+        cancelled=strategies.booleans(),
+    )
+    def started_update(self, fault: tuple[int, str] | None, cancelled: bool) -> None:
+        """The trainer takes a step as soon as its weights are copied; engines get the copy, or nothing."""
+        was = self.value
+        if fault is not None:
+            self.pick(fault[0]).before[fault[1]] = failing(OSError("no"))
+
+        async def started() -> None:
+            update = await self.synchronizer.start_update()
+            self.step()
+            await (update.cancel() if cancelled else update)
+
+        with suppress(asyncsync.WeightUpdateError):
+            self.run(started())
+        now, self.value = self.value, was
+        self.note()
+        self.value = now
+        if fault is None and not cancelled:
+            assert [value_of(engine) for engine in self.engines] == [was] * len(self.engines)
+
     @rule(at=strategies.integers(0, 12), when=strategies.sampled_from(["waiting", "handed over"]))
     def cancelled_update(self, at: int, when: Literal["waiting", "handed over"]) -> None:
         """It is cancelled at one of its awaits."""
