@@ -235,12 +235,27 @@ class _Reading:
             return None
         tensors, boxes = [], Boxes()
         for pair, found, own in zip(pairs, self.layout, self.is_own, strict=True):
-            held = _hold(pair, boxes)
-            if reason_against(held.tensor) is not None or _find(pair, held) != found:
-                return None
+            tensor = pair.weight if pair.master is None else pair.master
+            if not (pair.master is None and type(tensor) in _PLAIN and _is_as_found(pair.name, tensor, found)):
+                held = _hold(pair, boxes)
+                if reason_against(held.tensor) is not None or _find(pair, held) != found:
+                    return None
+                tensor = held.tensor
             if own:
-                tensors.append(held.tensor.detach())
+                tensors.append(tensor.detach())
         return tuple(tensors)
+
+
+_PLAIN = (Tensor, nn.Parameter)
+
+
+def _is_as_found(name: str, tensor: Tensor, found: _Found) -> bool:
+    """Whether a tensor of torch's own classes is certainly what was found: in one look, for there may be thousands."""
+    try:
+        where = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+    except RuntimeError:  # a kind that has no such thing
+        return False
+    return (name, tensor.dtype, tensor.shape, (*where, tensor.is_conj(), tensor.is_neg()), None) == found
 
 
 def _read_anew(pairs: Sequence[Pair], dtype: torch.dtype | None) -> tuple[_Reading, tuple[Tensor, ...]]:
