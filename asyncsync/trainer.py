@@ -114,9 +114,10 @@ class TrainerRank:
         """Get ready for an update, for you to override: re-create process groups that gathering needs, say.
 
         Called on every rank at once before an update reads or connects anything, and :meth:`after_update` on every path
-        after it: success, failure and cancellation; of an update that was started, once the weights are copied. Both run on a thread of the library's, where no allocation is
-        tracked by the memory saver (its ``disable()`` is entered); they may block, and must not be ``async``. If this
-        fails, so does the update, and ``after_update`` is not called on this rank: the next update calls this again.
+        after it: success, failure and cancellation (of an update that was started: once the weights are copied). Both
+        run on a thread of the library's, where no allocation is tracked by the memory saver (its ``disable()`` is
+        entered); they may block, and must not be ``async``. If this fails, so does the update, and ``after_update`` is
+        not called on this rank: the next update calls this again.
         A trainer that has hooks must have one synchronizer only: the end of one's update would put it to sleep in the
         middle of another's.
         """
