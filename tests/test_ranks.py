@@ -169,7 +169,7 @@ async def test_no_rank_needs_more_than_two_buckets(actors: list[Any], kind: str,
     ranks = actors[:3] if kind == "scattered" else actors
     await become(ranks, kind, tmp_path)
     for bucket_size in (256, 512):
-        async with WeightSynchronizer(ranks, served(7), bucket_size=bucket_size) as synchronizer:
+        async with WeightSynchronizer(ranks, served(7), bucket_size=bucket_size, transport="broadcast") as synchronizer:
             for _ in range(2):
                 await synchronizer.update_weights()
             padding = 64 * 7 * len(ranks)  # a tensor and rank, in what is brought for a bucket
