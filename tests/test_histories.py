@@ -302,6 +302,7 @@ class Histories(RuleBasedStateMachine):
         asyncsync.ModuleEngine.__init__(engine, served(-1.0), staged=staged)
         self.restarted.append(engine)
         engine._asyncsync.record.taint("its process was restarted, and holds weights of no version")
+        self.forget()
 
     @rule()
     def another_conductor_takes_over(self) -> None:
@@ -312,10 +313,14 @@ class Histories(RuleBasedStateMachine):
         self.run(self.synchronizer.connect())
         taken = self.synchronizer.weight_version
         assert taken is None or taken <= (version or 0)
-        # Numbers that nobody knows any more, of engines that were restarted or have left, may come again.
-        known = max(engine._asyncsync.record.version or 0 for engine in self.engines)
-        self.values = {number: value for number, value in self.values.items() if number <= known}
+        self.forget()
         self.note()
+
+    def forget(self) -> None:
+        """Numbers that nobody knows any more, of engines that were restarted or have left, may come again."""
+        versions = (engine._asyncsync.record.version for engine in self.engines)
+        known = max(version or 0 for version in (self.synchronizer.weight_version, *versions))
+        self.values = {number: value for number, value in self.values.items() if number <= known}
 
     @invariant()
     def all_is_whole(self) -> None:
