@@ -19,6 +19,7 @@ import asyncsync
 from asyncsync.buckets import TensorSpec
 from asyncsync.messages import UpdateOrder
 from benchmarks import (
+    contenders,
     engine_death,
     gpu_check,
     guard_latency,
@@ -30,7 +31,9 @@ from benchmarks import (
     soak,
     sync_latency,
 )
+from benchmarks.fleets import Fleet
 from benchmarks.gpu_child import CHECKS
+from benchmarks.running import stalls_of_the_loop
 
 KEYS = [
     "case",
@@ -86,20 +89,21 @@ def test_change_changes_every_element_and_the_fingerprint() -> None:
 @pytest.mark.asyncio
 @pytest.mark.usefixtures("ray_cluster")
 async def test_measures_every_contender_and_finds_a_wrong_byte() -> None:
-    async with sync_latency.Fleet.start(2) as fleet:
+    async with Fleet.start(2) as near, Fleet.start(2) as fleet:
+        await fleet.form_group()
         for layout in (layouts.tiny(), layouts.even("uneven", 3, 5, 7)):
-            row = dataclasses.asdict(await sync_latency.measure(layout, fleet, rounds=1))
+            row = dataclasses.asdict(await sync_latency.measure(layout, near, fleet, rounds=1))
             assert list(row) == KEYS
             assert json.loads(json.dumps(row)) == row
             assert (row["case"], row["tensors"], row["engines"]) == (layout.name, len(layout.shapes), 2)
             assert all(row[key] > 0 for key in KEYS if key.endswith("_s"))
 
         sent = layouts.make_weights(layout)
-        seed = sync_latency.Seed(fleet, sent)
+        seed = contenders.Seed(fleet, sent)
         await seed.run()
         await seed.check()
         sent["layers.1.weight"].view(torch.uint8)[0, 0] ^= 1
-        with pytest.raises(sync_latency.WrongBytesError, match="Seed: engine 0"):
+        with pytest.raises(contenders.WrongBytesError, match="Seed: engine 0"):
             await seed.check()
         seed_loop.SeedLoop(fleet.engines, fleet.group, fleet.lock, bucket_size=100).update(sent)  # three buckets
         await seed.check()
@@ -177,7 +181,7 @@ def test_the_table_shows_every_row(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 async def _blocked(seconds: float) -> float:
-    async with sync_latency.stalls_of_the_loop() as meter:
+    async with stalls_of_the_loop() as meter:
         time.sleep(seconds)  # noqa: ASYNC251, TID251 - a blocked loop is what must be seen
     return meter.longest_ms
 
