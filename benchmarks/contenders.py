@@ -37,6 +37,10 @@ class Contender(ABC):
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.tensors = tensors
 
+    async def load(self) -> None:
+        """Import what it is made of, at both ends: no part of connecting."""
+        return
+
     async def connect(self) -> None:
         """What must be done once, before the first run."""
         return

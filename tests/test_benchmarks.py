@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import importlib.util
 import json
 import os
 import subprocess
@@ -33,6 +35,7 @@ from benchmarks import (
 )
 from benchmarks.fleets import Fleet
 from benchmarks.gpu_child import CHECKS
+from benchmarks.peers import command, entries, measuring
 from benchmarks.running import stalls_of_the_loop
 
 KEYS = [
@@ -107,6 +110,103 @@ async def test_measures_every_contender_and_finds_a_wrong_byte() -> None:
             await seed.check()
         seed_loop.SeedLoop(fleet.engines, fleet.group, fleet.lock, bucket_size=100).update(sent)  # three buckets
         await seed.check()
+
+
+@pytest.mark.benchmarks
+@pytest.mark.timeout(400)
+def test_measures_the_peers_that_are_installed_and_names_the_others(tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    command = [sys.executable, "-m", "benchmarks.peers", "--quick", "--case", "tiny", "--json", str(file)]
+    process = subprocess.run(command, capture_output=True, text=True, timeout=350, check=False)
+    assert process.returncode == 0, process.stderr
+    rows = json.loads(file.read_text())
+    assert all(list(row) == ["contender", "layout", "seconds", "stall_ms", "first_s", "ours_s"] for row in rows)
+    assert all(row["layout"] == "tiny" and row["seconds"] > 0 and row["first_s"] > 0 for row in rows)
+    measured = [row["contender"] for row in rows]
+    assert len(set(measured)) == len(measured)
+    needed = {"torchrl": "torchrl", "torchstore": "torchstore", "Ray direct transport, NIXL": "nixl"}
+    for name in (entry.name for entry in entries.all_entries()):
+        said = f"not measured: {name}, tiny: "
+        assert (name in measured) != (said in process.stdout), process.stdout
+        if name not in needed:
+            assert name in measured
+        elif importlib.util.find_spec(needed[name]) is None:
+            assert f"{said}NotInstalledError: " in process.stdout
+    assert f"peer: ray.put, packed / {entries.REFERENCE}: tiny " in process.stdout
+
+
+class Failing(contenders.Contender):
+    """A way that leaves other bytes, or fails, in one of its runs."""
+
+    def __init__(self, error: Exception | None, run: int) -> None:
+        super().__init__([torch.zeros(4, dtype=torch.uint8)])
+        self._error = error
+        self._left = run
+
+    async def run(self) -> float:
+        self._left -= 1
+        if self._left == 0 and self._error is not None:
+            raise self._error
+        return 1.0
+
+    async def fingerprints(self) -> list[str]:
+        return [await self.expected() if self._left else "other bytes"]
+
+
+@pytest.mark.benchmarks
+@pytest.mark.asyncio
+@pytest.mark.usefixtures("ray_cluster")
+async def test_who_fails_or_leaves_other_bytes_has_no_figures() -> None:
+    def failing(name: str, kind: entries.Kind, error: Exception | None, run: int) -> entries.Entry:
+        return entries.Entry(name=name, kind=kind, sets=0, make=lambda _: contextlib.nullcontext(Failing(error, run)))
+
+    async def measure(more: list[entries.Entry]) -> measuring.Findings:
+        always = [entry for entry in entries.all_entries() if entry.name in (entries.FLOOR, entries.REFERENCE)]
+        return await measuring.measure(layouts.tiny(), [*always, *more], rounds=1, memory=2**40, say=said.append)
+
+    said: list[str] = []
+    broken = RuntimeError("first line\n\n  the reason  ")
+    peers = [failing("a", "peer", None, 1), failing("b", "peer", broken, 1), failing("c", "peer", broken, 4)]
+    peers.append(failing("d", "peer", None, 6))
+    findings = await measure([*peers, failing("sound", "peer", None, -1)])
+    assert [row.contender for row in findings.rows] == [entries.FLOOR, entries.REFERENCE, "sound"]
+    wrong = "WrongBytesError: Failing: engine 0 holds other bytes than were sent"
+    reasons = {"a": wrong, "b": "RuntimeError: the reason", "c": "RuntimeError: the reason", "d": wrong}
+    assert findings.missing == {(name, "tiny"): why for name, why in reasons.items()}
+    assert all(any(why in line for line in said) for why in reasons.values())
+    with pytest.raises(contenders.WrongBytesError):
+        await measure([failing("ours", "ours", None, 3)])
+
+
+def test_as_many_run_together_as_there_is_memory_for() -> None:
+    layout, everyone = layouts.all_layouts()["1 GB"], entries.all_entries()
+    for memory in (2**20, 20 * 2**30, 2**50):
+        found = measuring.heats(everyone, layout, memory)
+        always, *_ = ([entry.name for entry in heat[:2]] for heat in found)
+        assert always == [entries.FLOOR, entries.REFERENCE]
+        assert all([entry.name for entry in heat[:2]] == always for heat in found)
+        others = [entry.name for heat in found for entry in heat[2:]]
+        assert others == [entry.name for entry in everyone if entry.name not in always]
+    assert len(found) == 1
+    assert len(measuring.heats(everyone, layout, 2**20)) == len(everyone) - 2
+    assert measuring.heats(everyone[:1], layout, 0) == [everyone[:1]]
+
+
+def test_the_peers_table_says_who_is_faster(capsys: pytest.CaptureFixture[str]) -> None:
+    everyone = [entry for entry in entries.all_entries() if entry.kind != "ours" or entry.name == entries.REFERENCE]
+    took = {entry.name: 2.0 for entry in everyone} | {"torchrl": 0.5, entries.FLOOR: 0.1, entries.REFERENCE: 1.0}
+    rows = [
+        measuring.Row(contender=name, layout="x", seconds=seconds, stall_ms=1.0, first_s=1.0, ours_s=1.0)
+        for name, seconds in took.items()
+        if name != "torchstore"
+    ]
+    command.show(measuring.Findings(rows, {("torchstore", "x"): "NotInstalledError: [no]"}), everyone)
+    printed = capsys.readouterr().out
+    assert f"peer: torchrl / {entries.REFERENCE}: x 0.50 (FASTER)" in printed
+    assert f"bare: memcpy / {entries.REFERENCE}: x 0.10\n" in printed
+    assert f"peer: seed's loop / {entries.REFERENCE}: x 2.00\n" in printed
+    assert printed.count("FASTER") == 1
+    assert "not measured: torchstore, x: NotInstalledError: [no]" in printed
 
 
 @pytest.mark.benchmarks
