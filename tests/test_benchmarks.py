@@ -19,6 +19,7 @@ from rich.console import Console
 
 import asyncsync
 from asyncsync.buckets import TensorSpec
+from asyncsync.demo.actors import running
 from asyncsync.messages import UpdateOrder
 from benchmarks import (
     contenders,
@@ -27,6 +28,7 @@ from benchmarks import (
     guard_latency,
     joining,
     layouts,
+    overlap,
     scale,
     seed_loop,
     simulated,
@@ -207,6 +209,68 @@ def test_the_peers_table_says_who_is_faster(capsys: pytest.CaptureFixture[str]) 
     assert f"peer: seed's loop / {entries.REFERENCE}: x 2.00\n" in printed
     assert printed.count("FASTER") == 1
     assert "not measured: torchstore, x: NotInstalledError: [no]" in printed
+
+
+@pytest.mark.benchmarks
+@pytest.mark.asyncio
+@pytest.mark.usefixtures("ray_cluster")
+async def test_measures_what_an_update_holds_up(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(overlap, "WINDOW", 0.1)
+    rows = await overlap.measure(layouts.tiny(), rounds=1)
+    keys = ["mode", "rollouts_before", "rollouts_during", "rollouts_after", "update_ms", "pause_ms"]
+    keys += ["trainer_stall_ms", "memcpy_ms", "stall_ms"]
+    for row in map(dataclasses.asdict, rows):
+        assert list(row) == keys
+        assert json.loads(json.dumps(row)) == row
+        assert row["rollouts_before"] > 0
+        assert row["rollouts_after"] > 0
+        assert 0 < row["pause_ms"] <= row["update_ms"]
+        assert 0 < row["trainer_stall_ms"] <= row["update_ms"]
+    overlap.show("tiny", rows)
+    printed = capsys.readouterr().out
+    there = hasattr(asyncsync.WeightSynchronizer, "start_update")
+    calls = overlap.CALLS if there else overlap.CALLS[:1]
+    assert [row.mode for row in rows] == [f"{kind}, {call}" for kind in ("staged", "in place") for call in calls]
+    assert ("not measured: start_update()" in printed) != there
+
+
+@pytest.mark.benchmarks
+@pytest.mark.asyncio
+@pytest.mark.usefixtures("ray_cluster")
+async def test_an_update_that_brings_other_bytes_than_the_trainer_had_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def update_weights(synchronizer: asyncsync.WeightSynchronizer) -> asyncsync.WeightUpdate:
+        layouts.change(training.weights.values())
+        return await update(synchronizer)
+
+    update = asyncsync.WeightSynchronizer.update_weights
+    monkeypatch.setattr(asyncsync.WeightSynchronizer, "update_weights", update_weights)
+    monkeypatch.setattr(overlap, "WINDOW", 0.01)
+    training = overlap.Training(layouts.tiny())
+    wanted = (overlap.RemoteRollingEngine, (layouts.tiny(), True))
+    async with running(wanted) as engines, asyncsync.WeightSynchronizer(training.weights, engines) as synchronizer:
+        bench = overlap.Bench(training, {"staged": engines}, {"staged": synchronizer})
+        with pytest.raises(contenders.WrongBytesError, match="staged, update_weights: an engine holds other bytes"):
+            await bench.update("staged", "update_weights")
+
+
+def test_rollouts_are_counted_between_two_moments() -> None:
+    assert overlap.rate([[0.5, 1.0, 1.5, 2.0], [1.75], []], 1.0, 2.0) == 3
+    assert overlap.rate([[0.5, 2.5]], 1.0, 1.5) == 0
+
+
+def test_what_staged_engines_reach_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    figures = {"rollouts_before": 100.0, "rollouts_during": 60.0, "rollouts_after": 100.0, "update_ms": 100.0}
+    figures |= {"pause_ms": 4.0, "trainer_stall_ms": 30.0, "memcpy_ms": 20.0, "stall_ms": 3.0}
+    modes = ("staged, start_update", "staged, update_weights", "in place, start_update")
+    overlap.show("x", [overlap.Row(mode=mode, **figures) for mode in modes])
+    printed = capsys.readouterr().out
+    assert "staged, start_update: pause / update 0.04, target 0.05\n" in printed
+    assert "staged, start_update: rollouts during / before 0.6, target 0.7 MISSED" in printed
+    assert "staged, start_update: trainer stall / memcpy 1.5, target 1.4 MISSED" in printed
+    assert "staged, update_weights: trainer stall" not in printed
+    assert "in place, start_update: " not in printed
 
 
 @pytest.mark.benchmarks
