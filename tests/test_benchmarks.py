@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ from rich.console import Console
 import asyncsync
 from asyncsync.buckets import TensorSpec
 from asyncsync.demo.actors import running
-from asyncsync.messages import UpdateOrder
+from asyncsync.messages import Transport, UpdateOrder
 from benchmarks import (
     contenders,
     engine_death,
@@ -178,6 +178,14 @@ async def test_who_fails_or_leaves_other_bytes_has_no_figures() -> None:
     assert all(any(why in line for line in said) for why in reasons.values())
     with pytest.raises(contenders.WrongBytesError):
         await measure([failing("ours", "ours", None, 3)])
+
+
+def test_the_library_takes_part_over_each_of_its_transports() -> None:
+    union = Literal["a", "b"] | Literal["c"]
+    assert entries._names(union) == ["a", "b", "c"]
+    names = {entry.name for entry in entries.all_entries() if entry.kind == "ours"}
+    assert {entries.our_name("broadcast", staged=False), entries.REFERENCE} < names
+    assert len(names) == 2 * len([name for name in entries._names(Transport) if name != "pynccl"])
 
 
 def test_as_many_run_together_as_there_is_memory_for() -> None:

@@ -43,8 +43,10 @@ CASES = ("smollm2", "2000x4KB", "1 GB")
 QUICK_CASES = ("2000x4KB", "16 MB")
 
 
-async def measure_all(cases: Sequence[str], entries: Sequence[Entry], *, quick: bool, say: Console) -> Findings:
-    """Measure every layout."""
+async def measure_all(
+    cases: Sequence[str], entries: Sequence[Entry], *, quick: bool, say: Console, file: Path | None
+) -> Findings:
+    """Measure every layout; the rows so far are in the file after each."""
     torch.set_num_threads(1)
     logging.getLogger("asyncsync").setLevel(logging.WARNING)  # Monarch has all that is logged printed
     gc.freeze()  # what was imported is not to be looked through again at every collection
@@ -56,6 +58,7 @@ async def measure_all(cases: Sequence[str], entries: Sequence[Entry], *, quick: 
         )
         findings.rows += found.rows
         findings.missing |= found.missing
+        write_rows([asdict(row) for row in findings.rows], file)
     return findings
 
 
@@ -116,8 +119,7 @@ def main() -> None:
     cases = options.case or (QUICK_CASES if options.quick else CASES)
     largest = max(layouts.all_layouts()[case].nbytes for case in cases)
     findings = on_a_private_cluster(
-        lambda: measure_all(cases, entries, quick=options.quick, say=Console(stderr=True)),
+        lambda: measure_all(cases, entries, quick=options.quick, say=Console(stderr=True), file=options.json),
         object_store_memory=max(layouts.GB, 3 * largest),
     )
     show(findings, entries)
-    write_rows([asdict(row) for row in findings.rows], options.json)

@@ -153,9 +153,14 @@ REFERENCE = our_name("shared", staged=True)
 FLOOR = "memcpy"
 
 
+def _names(literals: Any) -> list[str]:
+    """What a Literal, or a union of some, allows."""
+    return [name for each in get_args(literals) for name in ([each] if isinstance(each, str) else _names(each))]
+
+
 def all_entries() -> list[Entry]:
     """Everyone."""
-    transports = [name for name in get_args(Transport) if name != "pynccl"]  # which is vLLM's own, over NCCL
+    transports = [name for name in _names(Transport) if name != "pynccl"]  # which is vLLM's own, over NCCL
     ours = [
         Entry(
             name=our_name(transport, staged=staged),
