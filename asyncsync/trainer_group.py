@@ -186,6 +186,10 @@ class TrainerGroup:
         receipts = await self._all(self._senders, lambda number, rank: rank.send_weights(orders[number]))
         return receipts[0]
 
+    async def publish_weights(self, epoch: int, digest: str, sources: int) -> None:
+        """See :class:`~asyncsync.trainer.Trainer`."""
+        await self._call(0, lambda _, source: source.publish_weights(epoch, digest, sources))
+
     async def abort_send(self, epoch: int) -> None:
         """See :class:`~asyncsync.trainer.Trainer`."""
         aborted = {rank: self._call(rank, lambda _, one: one.abort_send(epoch)) for rank in self._senders}

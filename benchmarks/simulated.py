@@ -157,6 +157,9 @@ class SimulatedTrainer:
             nbytes_changed=plan.nbytes,
         )
 
+    async def publish_weights(self, epoch: int, digest: str, sources: int) -> None:
+        """Nothing: no folder was written."""
+
     async def abort_send(self, epoch: int) -> None:
         """Nothing is being sent for long."""
         await asyncio.sleep(0)

@@ -22,7 +22,7 @@ FLOORS = (
         *("shield", "threads", "digests", "buckets", "packing", "shards", "clock", "fanout", "coalesce", "lock"),
         *("devices", "masters", "memory_saver", "guard"),
     },
-    {"weights", "messages", "checksums", "cluster", "transports", "sending", "sender_thread", "gathering"},
+    {"weights", "weight_files", "messages", "checksums", "cluster", "transports", "sending", "sender_thread", "gathering"},
     {"engines", "rank_worker", "trainer", "trainer_group", "shared_lock"},
     {
         "fleet",
@@ -57,6 +57,7 @@ DOORS = {
     "sglang": {"engines"},
     "httpx": {"engines"},
     "msgspec": {"engines"},
+    "safetensors": {"weight_files"},
 }
 """Third parties that one module is the door to; cli and demos may start the cluster they run on."""
 

@@ -36,6 +36,7 @@ from asyncsync.sending import OwnTensors, Sender
 from asyncsync.shield import shielded
 from asyncsync.threads import RenewedThread, WorkerThread
 from asyncsync.transports.memory_files import this_node
+from asyncsync.transports.stores import stores_here
 
 _log = logging.getLogger("asyncsync")
 
@@ -126,6 +127,7 @@ class ServedModule:
             device=self._home.type,
             gpus=gpu_of(self._home),
             node=this_node(),
+            stores=stores_here(),
             staged=self._staged,
             policies=self.generations.policies,
             connections=self.receiver.connections,
@@ -184,7 +186,7 @@ class ServedModule:
                 "its weights were released with no copy kept, and this update brings only some of them (partial=True): "
                 "send all, or keep a copy (keeps_released_weights)"
             )
-        self._expect_end(order)
+        self._expect_end(replace(order, stored=()))
         self.record.see(order.epoch)
         self._woken.begin(order.epoch, self.record.committed_epoch)
         if not self._staged:
@@ -237,7 +239,7 @@ class ServedModule:
         binding = self._binding
         if binding is None or binding.shards or binding.plan.digest != order.plan_digest:
             raise OutOfStepError("the layout that was asked for is not this engine's, or it holds shards only")
-        links = self.receiver.links(order)
+        links = self.receiver.links(order, binding.plan)
         stop = self._givings[order.epoch] = threading.Event()
         filler = OwnTensors(binding.plan, [targets[0] for targets in binding.targets])
         try:
@@ -275,7 +277,7 @@ class ServedModule:
         session = self.receiver.session
         if order.epoch == self.record.epoch:
             self.record.end(order.epoch)  # a call that still waits for the engine to wake up must not go on
-        if session is not None and session.order is order:
+        if session is not None and session.order.epoch == order.epoch:
             _log.warning("update %d was not finished in time: is its conductor gone? It is dropped", order.version)
             await self.receiver.abort()
         if order.epoch == self.record.epoch:
