@@ -155,6 +155,7 @@ class Connection:
 
     Attributes:
         layout: What was agreed on last.
+        folder: Where every version is written.
     """
 
     def __init__(
@@ -175,7 +176,7 @@ class Connection:
         self._partial = partial
         self._backend = backend
         self._transport = transport
-        self._folder = folder
+        self.folder = folder
         self._policy = policy
         self._wake = wake
         self._timeout = timeout
@@ -457,7 +458,7 @@ class Connection:
 
     def _is_wanted(self, transport: Transport, transports: Mapping[Member, Transport]) -> bool:
         """Whether anything is to go this way; a folder is written for other readers, too."""
-        return transport in transports.values() or (transport == "folder" and self._folder is not None)
+        return transport in transports.values() or (transport == "folder" and self.folder is not None)
 
     def choice(self, member: Member) -> TransportChoice:
         """What was chosen for an engine.
@@ -476,8 +477,21 @@ class Connection:
             raise ConnectError(f"for {member.name} {choice!r} was chosen, and not one of {', '.join(TRANSPORTS)}")
         return choice
 
+    def store_of(self, member: Member, status: EngineStatus) -> Store | None:
+        """What an engine is to fetch from, if it is to; None: it is sent what it gets.
+
+        Raises:
+            ConnectError: It cannot; or what chooses has failed.
+        """
+        choice = self.choice(member)
+        if choice not in STORES:
+            return None
+        if (reason := self._why_not_stored(choice, status)) is not None:
+            raise ConnectError(f'{member.name}: {reason} (transport="{choice}")', engine=member.name)
+        return choice
+
     def _why_not_stored(self, store: Store, engine: EngineStatus) -> str | None:
-        if store == "folder" and self._folder is None:
+        if store == "folder" and self.folder is None:
             return "folder= was not given"
         if store in engine.stores:
             return None
@@ -517,7 +531,7 @@ class Connection:
             await self._sources_leave([cohort.connections for cohort in gone])
         for transport, some in _cohorts_of(engines, transports):
             await self._connect_cohort(clock, sources, some, backend, transport)
-        if self._folder is not None and all(cohort.transport != "folder" for cohort in self._cohorts):
+        if self.folder is not None and all(cohort.transport != "folder" for cohort in self._cohorts):
             await self._connect_cohort(clock, sources, {}, backend, "folder")
 
     async def _connect_cohort(
@@ -538,7 +552,7 @@ class Connection:
             world_size=1 + sum(status.world_size for status in joining.values()),
             join_timeout=min(JOIN_TIMEOUT, clock.limit("connect")),
             operation_timeout=min(OPERATION_TIMEOUT, self._timeout),
-            folder=self._folder or "" if transport == "folder" else "",
+            folder=self.folder or "" if transport == "folder" else "",
         )
         try:
             # One source after the other, always in this order: no ends can wait for each other in a circle (R2).

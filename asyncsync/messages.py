@@ -284,10 +284,14 @@ class Stored:
         objects: In Ray's object store: a reference to each bucket, in order. They keep the buckets there, so whoever
             needs them no more empties the list.
         folder: In a folder of safetensors files: its path.
+        version: What these files say that they are part of,
+        epoch: and of which attempt.
     """
 
     objects: list[Any] = field(default_factory=list)
     folder: str = ""
+    version: int = 0
+    epoch: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ import itertools
 import logging
 import math
 import threading
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import replace
 
 import torch
@@ -21,6 +21,7 @@ from torch import nn
 from asyncsync import cluster
 from asyncsync.buckets import Plan, list_names
 from asyncsync.devices import gpu_of, home_of
+from asyncsync.digests import Digests
 from asyncsync.engines.base import EngineReceipt
 from asyncsync.engines.binding import Binding, bind, local_tensors, module_shards
 from asyncsync.engines.gate import Generations
@@ -32,10 +33,12 @@ from asyncsync.engines.waking import WAKE_TIMEOUT, OwnMemory, Woken, asleep_and_
 from asyncsync.errors import EngineError, OutOfStepError, PlanError, TaintedEngineError
 from asyncsync.messages import WEIGHTS, Contacts, EngineStatus, Layout, Policy, Rendezvous, UpdateOrder
 from asyncsync.packing import digest_weights
-from asyncsync.sending import OwnTensors, Sender
+from asyncsync.sending import Filler, OwnTensors, Sender
 from asyncsync.shield import shielded
 from asyncsync.threads import RenewedThread, WorkerThread
+from asyncsync.transports.base import Link
 from asyncsync.transports.memory_files import this_node
+from asyncsync.transports.stored import StoringLink
 from asyncsync.transports.stores import stores_here
 
 _log = logging.getLogger("asyncsync")
@@ -242,9 +245,12 @@ class ServedModule:
         links = self.receiver.links(order, binding.plan)
         stop = self._givings[order.epoch] = threading.Event()
         filler = OwnTensors(binding.plan, [targets[0] for targets in binding.targets])
+        stores = [link for link in links if isinstance(link, StoringLink)]
+        for store in stores:
+            store.order = order
         try:
             async with asyncio.timeout(order.timeout):
-                digests = await self._worker.run(self._sender.send, binding.plan, filler, links, stop)
+                digests = await self._worker.run(self._give, binding.plan, filler, links, stores, stop)
         except BaseException:
             stop.set()
             self._sender.forget()
@@ -252,7 +258,18 @@ class ServedModule:
             raise
         finally:
             del self._givings[order.epoch]
-        return EngineReceipt(digest=binding.plan.digest_of(digests))
+        stored = {store.connection: store.place() for store in stores}
+        return EngineReceipt(digest=binding.plan.digest_of(digests), stored=stored)
+
+    def _give(
+        self, plan: Plan, filler: Filler, links: Sequence[Link], stores: Sequence[StoringLink], stop: threading.Event
+    ) -> Digests:
+        for store in stores:
+            store.begin(plan)
+        digests = self._sender.send(plan, filler, links, stop)
+        for store in stores:
+            store.complete(stop)
+        return digests
 
     # -- what it does itself --------------------------------------------------------------------------------------
 

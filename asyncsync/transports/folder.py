@@ -52,9 +52,9 @@ def folder_name(order: UpdateOrder) -> str:
     return f"v{order.version:08}-{order.epoch:016x}"
 
 
-def _metadata(order: UpdateOrder, plan: Plan) -> dict[str, str]:
+def _metadata(version: int, epoch: int, plan: Plan) -> dict[str, str]:
     """What each file tells of the version that it is part of."""
-    return {"version": str(order.version), "epoch": f"{order.epoch:x}", "layout": plan.layout_digest}
+    return {"version": str(version), "epoch": f"{epoch:x}", "layout": plan.layout_digest}
 
 
 class FolderSourceLink(StoringLink):
@@ -91,7 +91,7 @@ class FolderSourceLink(StoringLink):
             disk = os.statvfs(self._folder)
             if (free := disk.f_bavail * disk.f_frsize) < layout.nbytes:
                 raise OSError(f"{format_bytes(free)} are free")
-            self._writing = _Writing(path, layout, _metadata(self.order, plan))
+            self._writing = _Writing(path, layout, _metadata(self.order.version, self.order.epoch, plan))
         except OSError as error:
             raise self._failed(error) from error
 
@@ -130,7 +130,8 @@ class FolderSourceLink(StoringLink):
     def place(self) -> Stored:
         """The hidden folder."""
         assert self._writing is not None
-        return Stored(folder=str(self._writing.path))
+        assert self.order is not None
+        return Stored(folder=str(self._writing.path), version=self.order.version, epoch=self.order.epoch)
 
     def release(self) -> None:
         """Nothing: what is published in the end is kept until then, or until the next update."""
@@ -308,14 +309,13 @@ class FolderEngineLink(FetchingLink):
         connection: The store's.
         plan: The source's plan.
         stored: Where they are.
-        order: The update's.
         source: The source's number.
     """
 
-    def __init__(self, connection: str, plan: Plan, stored: Stored, order: UpdateOrder, source: int) -> None:
+    def __init__(self, connection: str, plan: Plan, stored: Stored, source: int) -> None:
         super().__init__(connection, plan)
         self._path = Path(stored.folder)
-        self._order = order
+        self._metadata = _metadata(stored.version, stored.epoch, plan)
         self._source = source
         self._layout: FileLayout | None = None
         self._files: list[tuple[int, int]] = []  # each one's descriptor, and where its tensors begin
@@ -323,9 +323,8 @@ class FolderEngineLink(FetchingLink):
 
     def _open(self) -> None:
         layout = self._layout = FileLayout(self.plan, self._source)
-        metadata = _metadata(self._order, self.plan)
         for number, file in enumerate(layout.files):
-            path, header = self._path / file.name, layout.header(number, metadata)
+            path, header = self._path / file.name, layout.header(number, self._metadata)
             try:
                 fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
                 self._files.append((fd, len(header)))
@@ -333,7 +332,7 @@ class FolderEngineLink(FetchingLink):
             except OSError as error:
                 raise TransferError(f"the weights cannot be read: {error}") from error
             if found != (header, len(header) + file.nbytes):
-                raise TransferError(f"{path} holds something else than the weights of update {self._order.version}")
+                raise TransferError(f"{path} holds something else than what was written there")
 
     def start_receive(self, flat: Tensor) -> tuple[int, Tensor]:
         """Note that the next bucket is wanted."""

@@ -79,7 +79,7 @@ def fetching_links(order: UpdateOrder, plan: Plan) -> Sequence[Link]:
     if len(order.stored) != len(parts) or len(order.connections) != len(parts):
         raise OutOfStepError(f"the order names {len(order.stored)} stores, and there are {len(parts)} sources")
     return [
-        FolderEngineLink(connection, part, stored, order, number)
+        FolderEngineLink(connection, part, stored, number)
         if stored.folder
         else ObjectsEngineLink(connection, part, stored)
         for number, (connection, part, stored) in enumerate(zip(order.connections, parts, order.stored, strict=True))
