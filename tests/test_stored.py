@@ -635,7 +635,6 @@ async def test_the_object_store_is_empty_after_success_failure_and_cancellation(
             assert held_here() == before
         await one.update_weights()
         assert all(holds(engine, trainer) for engine in engines)
-    assert await emptied()
 
 
 # -- any moment -------------------------------------------------------------------------------------------------------
