@@ -8,6 +8,7 @@ import fcntl
 import gc
 import os
 import re
+import signal
 import subprocess
 import sys
 import textwrap
@@ -67,9 +68,10 @@ def there(folder: Path, *, hidden: bool = False) -> list[str]:
 async def emptied() -> bool:
     """Whether nothing is left in the object store, once Ray has heard of everything."""
     gc.collect()
-    total = ray.cluster_resources()["object_store_memory"]
+    untyped: Any = ray
+    total = untyped.cluster_resources()["object_store_memory"]
     for _ in range(1000):
-        if ray.available_resources().get("object_store_memory") == total:
+        if untyped.available_resources().get("object_store_memory") == total:
             return True
         await asyncio.sleep(0.02)
     return False
@@ -78,8 +80,8 @@ async def emptied() -> bool:
 def held_here() -> int:
     """How many objects this process holds references to, actors aside."""
     gc.collect()
-    counts = ray._private.worker.global_worker.core_worker.get_all_reference_counts()
-    return len(counts)
+    worker: Any = ray._private.worker.global_worker
+    return len(worker.core_worker.get_all_reference_counts())
 
 
 # -- files ------------------------------------------------------------------------------------------------------------
@@ -436,7 +438,11 @@ async def test_what_is_not_what_was_written_is_an_error_and_staged_engines_keep_
         engines[0].before["receive_weights"] = do
         with pytest.raises(TransferError) as caught:
             await synchronizer.update_weights()
-        said = {truncate: "something else", other_weights: "something else", one_bit: "digest"}
+        said: dict[Callable[[Path], None], str] = {
+            truncate: "something else",
+            other_weights: "something else",
+            one_bit: "digest",
+        }
         assert said.get(harm, "cannot be read") in str(caught.value)
         if staged:
             assert contents(engines[0].module) == held
@@ -587,10 +593,6 @@ async def test_an_object_that_is_none_of_the_weights_is_refused(ray_cluster: Non
 
 @pytest.mark.asyncio
 async def test_a_fetch_ends_when_it_is_stopped_or_closed(ray_cluster: None) -> None:
-    @ray.remote(num_cpus=0)
-    def never() -> None:
-        threading.Event().wait()
-
     plan = plan_buckets(WeightSource({"a": torch.zeros(100, dtype=torch.uint8)}).read().specs)
     pending = never.remote()
     for end in ("stop", "close"):
@@ -678,15 +680,16 @@ async def _awaited(awaitable: Awaitable[Any]) -> Any:
 @pytest.mark.asyncio
 async def test_memory_and_files_stay_flat_over_many_updates(options: dict[str, Any]) -> None:
     def used() -> tuple[int, int]:
-        return len(os.listdir("/proc/self/fd")), threading.active_count()
+        return len(os.listdir("/proc/self/fd")), held_here() if options["transport"] == "objects" else 0
 
     async with synced(**options) as (trainer, engines, synchronizer):
         for index in range(200):
             change(trainer)
             await synchronizer.update_weights()
             if index == 20:
-                before = used()
+                before, threads = used(), threading.active_count()
         assert used() == before
+        assert threading.active_count() <= threads
         assert all(holds(engine, trainer) for engine in engines)
     if options["transport"] == "objects":
         assert await emptied()
@@ -764,6 +767,39 @@ async def test_an_engine_and_a_trainer_that_are_killed_in_the_middle(ray_cluster
             assert [await engine.read.remote() for engine in engines[:2]] == [(update.version, expected)] * 2
         assert left.name not in os.listdir(tmp_path), "whose writer has died"
         assert asyncsync.read_weights(tmp_path).version == update.version
+
+
+class Owner:
+    """Owns an object that never comes to be."""
+
+    def __init__(self) -> None:
+        self._object = never.remote()
+
+    def give(self) -> list[Any]:
+        return [self._object]
+
+    def pid(self) -> int:
+        return os.getpid()
+
+
+@ray.remote(num_cpus=0)
+def never() -> None:
+    """Run for ever."""
+    threading.Event().wait()
+
+
+@pytest.mark.faults
+@pytest.mark.asyncio
+async def test_an_object_whose_owner_has_died_is_a_lost_link(ray_cluster: None) -> None:
+    owner: Any = ray.remote(num_cpus=0)(Owner).remote()
+    plan = plan_buckets(WeightSource({"a": torch.zeros(100, dtype=torch.uint8)}).read().specs)
+    link = ObjectsEngineLink("c", plan, Stored(objects=await owner.give.remote()))
+    handle = link.start_receive(torch.zeros(100, dtype=torch.uint8))
+    waiting = asyncio.ensure_future(asyncio.to_thread(link.wait, handle, NEVER))
+    os.kill(await owner.pid.remote(), signal.SIGKILL)
+    async with asyncio.timeout(60):
+        with pytest.raises(LinkLostError, match="an object with weights is gone: OwnerDiedError"):
+            await waiting
 
 
 FULL = """
