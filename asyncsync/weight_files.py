@@ -96,6 +96,7 @@ class FileLayout:
 
     Attributes:
         plan: The plan.
+        source: The source's number.
         files: The files.
         nbytes: Bytes of all tensors.
     """
@@ -103,7 +104,7 @@ class FileLayout:
     def __init__(self, plan: Plan, source: int = 0) -> None:
         if any(spec.name == _METADATA for spec in plan.specs):
             raise PlanError(f"no tensor in a safetensors file can be named {_METADATA}", names=[_METADATA])
-        self.plan = plan
+        self.plan, self.source = plan, source
         self.nbytes = plan.nbytes
         filled = list(_filled(plan))
         part = f"{source}-" if source else ""
@@ -122,24 +123,31 @@ class FileLayout:
                 self._places[index] = number, start
                 start += plan.specs[index].nbytes
         self._runs: dict[int, tuple[Run, ...]] = {}
+        self._headers: dict[int, str] = {}
 
     def header(self, number: int, metadata: Mapping[str, str]) -> bytes:
         """All that comes before the tensors in a file."""
-        header: dict[str, object] = {_METADATA: {"format": "pt", **metadata}}
-        start = 0
-        for index in self.files[number].tensors:
-            spec = self.plan.specs[index]
-            stop = start + spec.nbytes
-            known = _DTYPES.get(spec.dtype)
-            header[spec.name] = {
-                "dtype": known or "U8",
-                "shape": list(spec.shape) if known else [spec.nbytes],
-                "data_offsets": [start, stop],
-            }
-            start = stop
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-(8 + len(text)) % _HEADER_ALIGNMENT)
-        return len(text).to_bytes(8, "little") + text
+        text = json.dumps({_METADATA: {"format": "pt", **metadata}}, separators=(",", ":"))[:-1] + self._entries(number)
+        text += " " * (-(8 + len(text)) % _HEADER_ALIGNMENT)
+        return len(text).to_bytes(8, "little") + text.encode("ascii")
+
+    def _entries(self, number: int) -> str:
+        """What a file's header says of its tensors: the same in every update."""
+        if (text := self._headers.get(number)) is None:
+            entries: dict[str, object] = {}
+            start = 0
+            for index in self.files[number].tensors:
+                spec = self.plan.specs[index]
+                stop = start + spec.nbytes
+                known = _DTYPES.get(spec.dtype)
+                entries[spec.name] = {
+                    "dtype": known or "U8",
+                    "shape": list(spec.shape) if known else [spec.nbytes],
+                    "data_offsets": [start, stop],
+                }
+                start = stop
+            text = self._headers[number] = "," + json.dumps(entries, separators=(",", ":"))[1:]
+        return text
 
     def runs(self, bucket: Bucket) -> tuple[Run, ...]:
         """Where the bytes of a bucket lie; padding lies nowhere."""
@@ -180,6 +188,20 @@ class FileLayout:
                 if spec.dtype not in _DTYPES
             },
         }
+
+
+class FileLayouts:
+    """The layouts that were needed last: the next update mostly needs the same."""
+
+    def __init__(self) -> None:
+        self._layouts: dict[int, FileLayout] = {}
+
+    def of(self, plan: Plan, source: int) -> FileLayout:
+        """A source's, as in :class:`FileLayout`."""
+        layout = self._layouts.get(source)
+        if layout is None or layout.plan is not plan:
+            layout = self._layouts[source] = FileLayout(plan, source)
+        return layout
 
 
 def _filled(plan: Plan) -> Iterator[list[int]]:

@@ -37,7 +37,7 @@ from asyncsync.sending import OwnTensors
 from asyncsync.transports import folder as folders
 from asyncsync.transports.objects import ObjectsEngineLink
 from asyncsync.transports.stores import StoreJoining, fetching_links
-from asyncsync.weight_files import FileLayout, Run, sliced
+from asyncsync.weight_files import FileLayout, FileLayouts, Run, sliced
 from asyncsync.weights import WeightSource
 from tests.actors import Engine, Trainer
 from tests.cancelling import CancelAt
@@ -588,7 +588,7 @@ async def test_an_object_that_is_none_of_the_weights_is_refused(ray_cluster: Non
         stored=(Stored(), Stored()),
     )  # fmt: skip
     with pytest.raises(OutOfStepError, match="2 stores, and there are"):
-        fetching_links(order, plan)
+        fetching_links(order, plan, FileLayouts())
 
 
 @pytest.mark.asyncio
@@ -617,8 +617,16 @@ async def test_the_object_store_is_empty_after_success_failure_and_cancellation(
     async with synced(staged=staged, transport="objects", on_engine_failure="abort") as (trainer, engines, one):
         await one.update_weights()
         before = held_here()
+
+        async def look() -> None:
+            assert held_here() == before, "before the commit"
+            session = engines[0]._asyncsync.receiver.session
+            assert session is not None
+            assert session.order.stored == ()
+
         for _ in range(3):
             change(trainer)
+            engines[0].before["finish_weight_update"] = look
             await one.update_weights()
             assert held_here() == before
         for call in ("receive_weights", "finish_weight_update"):

@@ -31,6 +31,7 @@ from asyncsync.transports.memory_files import shared_nbytes
 from asyncsync.transports.seat import Seat
 from asyncsync.transports.stored import FetchingLink
 from asyncsync.transports.stores import fetching_links
+from asyncsync.weight_files import FileLayouts
 
 
 @dataclass(slots=True)
@@ -93,6 +94,7 @@ class Receiver:
         self._worker = worker
         self._address = address
         self._device = device
+        self._layouts = FileLayouts()
         self.seats: dict[int, Seat] = {}
         self.session: Session | None = None
 
@@ -132,7 +134,7 @@ class Receiver:
             OutOfStepError: This engine is not in all of them.
         """
         if order.stored:
-            return fetching_links(order, plan)
+            return fetching_links(order, plan, self._layouts)
         held = {seat.connection: seat.link for seat in self.seats.values()}
         links = [link for connection in order.connections if (link := held.get(connection)) is not None]
         if not links or len(links) != len(order.connections):

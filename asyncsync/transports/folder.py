@@ -29,7 +29,7 @@ from asyncsync.errors import TransferError
 from asyncsync.messages import Stored, UpdateOrder
 from asyncsync.report import format_bytes
 from asyncsync.transports.stored import FetchingLink, StoringLink
-from asyncsync.weight_files import INDEX, FileLayout, Run, read_run, sliced, write_run
+from asyncsync.weight_files import INDEX, FileLayout, FileLayouts, Run, read_run, sliced, write_run
 
 LATEST = "latest"
 """The link to the version that was published last."""
@@ -73,6 +73,7 @@ class FolderSourceLink(StoringLink):
         super().__init__(connection)
         self._folder = folder
         self._source = source
+        self._layouts = FileLayouts()
         self._layout: FileLayout | None = None
         self._writing: _Writing | None = None
         folder.mkdir(parents=True, exist_ok=True)
@@ -81,9 +82,7 @@ class FolderSourceLink(StoringLink):
 
     def _begin(self, plan: Plan) -> None:
         assert self.order is not None
-        if self._layout is None or self._layout.plan is not plan:
-            self._layout = FileLayout(plan, self._source)
-        layout = self._layout
+        layout = self._layout = self._layouts.of(plan, self._source)
         path = self._folder / f".asyncsync-{folder_name(self.order)}"
         try:
             self._give_up()
@@ -279,7 +278,7 @@ def _write_index(path: Path, order: UpdateOrder, digest: str, sources: int) -> N
     }
     metadata = {"total_size": sum(part["nbytes"] for part in parts), "asyncsync": own}
     index = path / INDEX
-    index.write_text(json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=1))
+    index.write_text(json.dumps({"metadata": metadata, "weight_map": weight_map}))
     _sync(index)
     for source in range(sources):
         (path / _part(source)).unlink()
@@ -310,19 +309,21 @@ class FolderEngineLink(FetchingLink):
         plan: The source's plan.
         stored: Where they are.
         source: The source's number.
+        layouts: Those of the last update.
     """
 
-    def __init__(self, connection: str, plan: Plan, stored: Stored, source: int) -> None:
+    def __init__(self, connection: str, plan: Plan, stored: Stored, source: int, layouts: FileLayouts) -> None:
         super().__init__(connection, plan)
         self._path = Path(stored.folder)
         self._metadata = _metadata(stored.version, stored.epoch, plan)
         self._source = source
+        self._layouts = layouts
         self._layout: FileLayout | None = None
         self._files: list[tuple[int, int]] = []  # each one's descriptor, and where its tensors begin
         self._mutex = threading.Lock()
 
     def _open(self) -> None:
-        layout = self._layout = FileLayout(self.plan, self._source)
+        layout = self._layout = self._layouts.of(self.plan, self._source)
         for number, file in enumerate(layout.files):
             path, header = self._path / file.name, layout.header(number, self._metadata)
             try:

@@ -13,6 +13,7 @@ from asyncsync.transports.base import Link
 from asyncsync.transports.folder import FolderEngineLink, FolderSourceLink
 from asyncsync.transports.objects import ObjectsEngineLink, ObjectsSourceLink
 from asyncsync.transports.stored import StoringLink
+from asyncsync.weight_files import FileLayouts
 
 
 class StoreJoining:
@@ -69,8 +70,13 @@ def stores_here() -> tuple[Store, ...]:
     return ("objects", "folder") if cluster.is_connected() else ("folder",)
 
 
-def fetching_links(order: UpdateOrder, plan: Plan) -> Sequence[Link]:
+def fetching_links(order: UpdateOrder, plan: Plan, layouts: FileLayouts) -> Sequence[Link]:
     """An engine's ways to what each source has stored for an update.
+
+    Args:
+        order: The update's.
+        plan: The layout that was agreed on.
+        layouts: Those of the files that it has read before.
 
     Raises:
         OutOfStepError: There are not as many as sources.
@@ -79,7 +85,7 @@ def fetching_links(order: UpdateOrder, plan: Plan) -> Sequence[Link]:
     if len(order.stored) != len(parts) or len(order.connections) != len(parts):
         raise OutOfStepError(f"the order names {len(order.stored)} stores, and there are {len(parts)} sources")
     return [
-        FolderEngineLink(connection, part, stored, number)
+        FolderEngineLink(connection, part, stored, number, layouts)
         if stored.folder
         else ObjectsEngineLink(connection, part, stored)
         for number, (connection, part, stored) in enumerate(zip(order.connections, parts, order.stored, strict=True))
