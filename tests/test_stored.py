@@ -245,6 +245,18 @@ async def test_an_engine_that_begins_anew_is_asked_anew(options: dict[str, Any])
 
 
 @EACH
+@pytest.mark.asyncio
+async def test_each_rank_of_an_engine_fetches_for_itself(options: dict[str, Any], store: Store) -> None:
+    trainer, ranks = Zoo(1), [ToldEngine(zoo(50)), ToldEngine(zoo(51), staged=False)]
+    async with WeightSynchronizer(trainer, [ranks], bucket_size=1024, **options) as synchronizer:
+        for _ in range(2):
+            update = await synchronizer.update_weights()
+            assert all(holds(rank, trainer) for rank in ranks)
+            assert update.outcomes[0].transport == store
+            change(trainer)
+
+
+@EACH
 @BOTH
 @pytest.mark.asyncio
 async def test_two_sources_have_a_place_each(options: dict[str, Any], store: Store, staged: bool) -> None:
