@@ -45,6 +45,7 @@ from asyncsync.lock import RolloutLock
 from asyncsync.masters import MasterWeights
 from asyncsync.memory_saver.status import MemorySaverStatus, memory_saver_status
 from asyncsync.messages import Contacts, EngineStatus, Layout, Policy, Rendezvous, UpdateOrder
+from asyncsync.reading import PublishedWeights, read_weights
 from asyncsync.report import EngineOutcome, EngineState, EngineStatistics, SynchronizerStatistics, WeightUpdate
 from asyncsync.shared_lock import SharedRolloutLock
 from asyncsync.started import StartedUpdate
@@ -104,6 +105,7 @@ __all__ = [
     "OutOfStepError",
     "PlanError",
     "Policy",
+    "PublishedWeights",
     "Rendezvous",
     "RolloutEngine",
     "RolloutLock",
@@ -127,5 +129,6 @@ __all__ = [
     "WeightVersionSpan",
     "memory_saver_guard",
     "memory_saver_status",
+    "read_weights",
     "remote",
 ]

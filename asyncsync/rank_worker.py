@@ -40,9 +40,11 @@ from asyncsync.shards import Holding, ShardPlan
 from asyncsync.shield import CLEANUP_TIMEOUT, shielded
 from asyncsync.threads import WorkerThread
 from asyncsync.transports.base import QUIET_TIMEOUT, Link
+from asyncsync.transports.folder import FolderSourceLink
 from asyncsync.transports.memory_files import SharedSet, SharedSets, shared_nbytes, this_node
 from asyncsync.transports.seat import Seat
 from asyncsync.transports.shared import SharedSourceLink
+from asyncsync.transports.stored import StoringLink
 from asyncsync.weights import Snapshot, Weights, WeightSource
 
 T = TypeVar("T")
@@ -311,13 +313,14 @@ class RankWorker:
                     await self._leave_all_but(order.connections)
                     stop = threading.Event()
                     witness = Witness(plan, order.checksums) if order.checksums else None
-                    what = (copies, self._send, order.epoch, links, plan, snapshot, stop, witness, held)
-                    digests = await self._work(sending, guarded, links, self._on_what_stays, *what, on_cancel=stop.set)
+                    what = (copies, order.epoch, links, plan, snapshot, stop, witness, held)
+                    digests = await self._work(sending, guarded, links, self._send_and_store, *what, on_cancel=stop.set)
                 if guarded.active:
                     await guarded.run(self._free_device_buffers)  # a trainer that is asleep keeps none
             if digests is None:
                 return None
-            return await self._hasher.run(self._receipt, order, plan, digests, witness)
+            receipt = await self._hasher.run(self._receipt, order, plan, digests, witness)
+            return replace(receipt, stored={store.connection: store.place() for store in links.stores})
 
     async def snapshot_weights(self, order: UpdateOrder) -> None:
         """See :class:`~asyncsync.trainer.Trainer`. It is held until it is dropped, or the order's lease has run out.
@@ -379,6 +382,8 @@ class RankWorker:
                 yield sending, self._options, links
                 return
         finally:
+            for store in links.stores:
+                store.release()  # what was not handed over
             if not sending.quiet:
                 self._bucket_sender.forget()
                 self._messages, self._spare = [], None  # an abandoned operation may still use them
@@ -445,6 +450,8 @@ class RankWorker:
             if seat is None or seat.link is None:
                 raise OutOfStepError("the trainer is not in the groups that the update goes through")
             engines.append(seat.link)
+            if isinstance(seat.link, StoringLink):
+                seat.link.order = order
         if order.shards is None:
             return _Links(engines)
         if self._shards is None:
@@ -482,6 +489,22 @@ class RankWorker:
         result = function(epoch, links, plan, replace(snapshot, tensors=copies.tensors or snapshot.tensors), *rest)
         copies.end()
         return result
+
+    def _send_and_store(
+        self,
+        copies: HostCopies,
+        epoch: int,
+        links: _Links,
+        plan: Plan,
+        snapshot: Snapshot,
+        stop: threading.Event,
+        *rest: Any,
+    ) -> Digests | None:
+        """Send every bucket, and wait until stores have all."""
+        digests = self._on_what_stays(copies, self._send, epoch, links, plan, snapshot, stop, *rest)
+        for store in links.stores:
+            store.complete(stop)
+        return digests
 
     def _copy(
         self, name: str, epoch: int, links: _Links, plan: Plan, snapshot: Snapshot, stop: threading.Event
@@ -556,7 +579,12 @@ class RankWorker:
 
         Raises:
             OutOfStepError: There is no memory for it (any more).
+            TransferError: There is no room where some are to fetch them.
+            PlanError: They cannot be stored there.
         """
+        for link in links:
+            if isinstance(link, StoringLink):
+                link.begin(plan)
         lies = held.shared if held is not None and plan.digest == held.plan.digest else None
         taken = self._take_set(plan, links) if lies is None else lies
         for link in links:
@@ -608,6 +636,19 @@ class RankWorker:
         # Also where the order never came: Ray drops a call that is cancelled before it has begun.
         await self._take_part_all_the_same(epoch)
 
+    async def publish_weights(self, epoch: int, digest: str, sources: int) -> None:
+        """See :class:`~asyncsync.trainer.Trainer`.
+
+        Raises:
+            TransferError: They cannot be published, or are not there (any more).
+        """
+        links = [seat.link for seat in self._engine_seats.values()]
+        folders = [link for link in links if isinstance(link, FolderSourceLink) and link.stores(epoch)]
+        if not folders:
+            raise TransferError("what is to be published was given up")
+        for folder in folders:
+            await asyncio.wrap_future(folder.publish(epoch, digest, sources))
+
     def close(self) -> None:
         """Leave the group and let the rank's threads end. Does not wait."""
         self._sender.clean_up(self._close_links)
@@ -635,6 +676,11 @@ class _Links:
     engines: Sequence[Link]
     plan: ShardPlan | None = None
     shards: Mapping[int, Link] = field(default_factory=dict)
+
+    @property
+    def stores(self) -> Sequence[StoringLink]:
+        """Those that engines fetch from."""
+        return [link for link in self.engines if isinstance(link, StoringLink)]
 
 
 def shard_connection(shards: str, rank: int) -> str:

@@ -29,8 +29,8 @@ class EngineOutcome:
         state: Where the update left it.
         weight_version: The version it holds; None if it holds no whole version, or never said.
         digest: The digest of the weights it confirmed (32 hex digits), if it got that far.
-        transport: What its bytes came through, or were to: ``"shared"`` memory, a ``"broadcast"``, or ``"pynccl"``, a
-            broadcast of vLLM's own. None if it was not asked to receive.
+        transport: What its bytes came through, or were to: ``"shared"`` memory, a ``"broadcast"``, Ray ``"objects"``, a
+            ``"folder"``, or ``"pynccl"``, a broadcast of vLLM's own. None if it was not asked to receive.
         error: What it failed with, in words.
     """
 
@@ -56,7 +56,8 @@ class WeightUpdate:
         bytes_changed: Bytes of the tensors that differ.
         digest: Digest of the whole set of weights, confirmed by every engine that can tell (32 hex digits).
         seconds: Seconds by phase, plus ``"total"``. ``"drain"`` is how long the update waited for generations to end
-            (new ones wait meanwhile), ``"paused"`` how long nothing was generated after that.
+            (new ones wait meanwhile), ``"paused"`` how long nothing was generated after that, ``"publish"`` how long it
+            took to give the version its name in the folder.
     """
 
     version: int

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import os
 from collections.abc import AsyncIterator, Collection, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, replace
@@ -27,7 +28,14 @@ from asyncsync.buckets import DEFAULT_BUCKET_SIZE
 from asyncsync.catch_up import Published, catch_up, holds
 from asyncsync.clock import UpdateClock
 from asyncsync.coalesce import LONGEST_UNDO, Coalescer
-from asyncsync.connection import BackendChoice, Connection, SnapshotName, TransportChoice, leave_groups
+from asyncsync.connection import (
+    TRANSPORTS,
+    BackendChoice,
+    Connection,
+    SnapshotName,
+    TransportsChoice,
+    leave_groups,
+)
 from asyncsync.errors import (
     ClosedError,
     EventLoopError,
@@ -112,7 +120,14 @@ class WeightSynchronizer:
         transport: How bytes come to engines. ``"auto"``: through shared memory to those on the trainer's node that can
             take it (if there is enough, and NCCL does not do it), and through a broadcast to all others. ``"shared"``:
             through shared memory only; an engine that cannot be reached so is a ConnectError. ``"broadcast"``: never
-            through shared memory. The outcomes say which engine got it how.
+            through shared memory. ``"objects"``: through Ray's object store. ``"folder"``: through files in ``folder``.
+            With these two the trainer stores all first, and engines fetch it: nothing is connected, and no port opened.
+            Or a function from an engine, as it was given, to one of these names, called whenever engines are asked how
+            they are. An engine that cannot be reached in the way that was named is a ConnectError. The outcomes say
+            which engine got it how.
+        folder: A folder, the same wherever the trainer and engines run, in which each version is published as
+            safetensors files: for engines whose transport is ``"folder"``, and for other readers
+            (:func:`asyncsync.read_weights`). The last two are kept.
         timeout: Seconds for a whole update; phases have shares of it.
         offload: For a trainer in this process: False if it never offloads its memory (see
             :func:`asyncsync.memory_saver_guard`).
@@ -135,7 +150,8 @@ class WeightSynchronizer:
             Synchronizers that update the same engines must share one: they take turns.
 
     Raises:
-        ValueError: No engines, an engine or a trainer rank given twice, or a size or time that is not positive.
+        ValueError: No engines, an engine or a trainer rank given twice, a size or time that is not positive, or no
+            folder where one is needed.
         TypeError: Something is neither a trainer nor weights, or no engine; or an option is of the wrong kind.
     """
 
@@ -150,7 +166,8 @@ class WeightSynchronizer:
         dtype: torch.dtype | None = None,
         partial: bool = False,
         backend: BackendChoice = "auto",
-        transport: TransportChoice = "auto",
+        transport: TransportsChoice = "auto",
+        folder: str | os.PathLike[str] | None = None,
         timeout: float = DEFAULT_TIMEOUT,
         offload: bool | None = None,
         policy: Policy = "drain",
@@ -163,6 +180,7 @@ class WeightSynchronizer:
         _refuse_kind("dtype", dtype, torch.dtype | None, "a torch.dtype")
         _refuse_kind("initial_version", initial_version, int | None, "a number")
         _refuse_kind("partial", partial, bool, "True or False")
+        _refuse_kind("folder", folder, str | os.PathLike | None, "a path")
         _refuse_kind("lock", lock, RolloutLock | SharedRolloutLock | None, "a RolloutLock or a SharedRolloutLock")
         if bucket_size <= 0:
             raise ValueError(f"bucket_size must be a positive number of bytes, not {bucket_size}")
@@ -174,8 +192,10 @@ class WeightSynchronizer:
             raise ValueError(f"initial_version must not be negative, but is {initial_version}")
         if backend not in get_args(Literal["auto"]) + get_args(Backend):
             raise ValueError(f'backend must be "auto", "gloo" or "nccl", not {backend!r}')
-        if transport not in get_args(TransportChoice):
-            raise ValueError(f"transport must be one of {', '.join(get_args(TransportChoice))}, not {transport!r}")
+        if not callable(transport) and transport not in TRANSPORTS:
+            raise ValueError(f"transport must be one of {', '.join(TRANSPORTS)}, or a function, not {transport!r}")
+        if transport == "folder" and folder is None:
+            raise ValueError('transport="folder" needs a folder: give folder=')
         if transport == "shared" and backend == "nccl":
             raise ValueError('transport="shared" moves bytes without NCCL: leave backend out')
         if policy not in get_args(Policy):
@@ -209,6 +229,7 @@ class WeightSynchronizer:
             partial=partial,
             backend=backend,
             transport=transport,
+            folder=None if folder is None else os.path.abspath(folder),
             policy=self._policy,
             wake=asleep == "wake",
             timeout=timeout,
@@ -800,6 +821,8 @@ class WeightSynchronizer:
             raise
         update = attempt.report(clock)
         _log.info("%s", update)
+        if attempt.unpublished is not None:
+            raise losses.unpublished(attempt.unpublished, update)
         return update
 
     def _transaction(self, attempt: Attempt, clock: UpdateClock, losses: Losses) -> Transaction:

@@ -53,6 +53,10 @@ class Trainer(Protocol):
         """Collective. Read the weights, and send every bucket; None if this rank only brings shards to the source."""
         ...
 
+    async def publish_weights(self, epoch: int, digest: str, sources: int) -> None:
+        """Have readers of the folder find what was written there in an update, by so many sources."""
+        ...
+
     async def abort_send(self, epoch: int) -> None:
         """Stop sending an update, or copying its weights, and leave its group; no error if that is not under way."""
         ...
@@ -191,6 +195,11 @@ class TrainerRank:
         return await self._asyncsync.send_weights(order)
 
     @cluster.control
+    async def publish_weights(self, epoch: int, digest: str, sources: int) -> None:
+        """See :class:`Trainer`."""
+        await self._asyncsync.publish_weights(epoch, digest, sources)
+
+    @cluster.control
     async def abort_send(self, epoch: int) -> None:
         """See :class:`Trainer`."""
         await self._asyncsync.abort_send(epoch)
@@ -256,6 +265,9 @@ class RemoteTrainer:
     async def send_weights(self, order: UpdateOrder) -> SendReceipt | None:
         receipt: SendReceipt | None = await cluster.call(self.handle, "send_weights", order)
         return receipt
+
+    async def publish_weights(self, epoch: int, digest: str, sources: int) -> None:
+        await cluster.call(self.handle, "publish_weights", epoch, digest, sources)
 
     async def abort_send(self, epoch: int) -> None:
         await cluster.call(self.handle, "abort_send", epoch)

@@ -209,6 +209,10 @@ class TrainerGroup:
             order = replace(order, shards=self._shards)
         return [order if rank == 0 else replace(order, connections=()) for rank in self._everyone]
 
+    async def publish_weights(self, epoch: int, digest: str, sources: int) -> None:
+        """See :class:`~asyncsync.trainer.Trainer`."""
+        await self._call(0, lambda _, source: source.publish_weights(epoch, digest, sources))
+
     async def abort_send(self, epoch: int) -> None:
         """See :class:`~asyncsync.trainer.Trainer`."""
         aborted = {rank: self._call(rank, lambda _, one: one.abort_send(epoch)) for rank in self._senders}

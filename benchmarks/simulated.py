@@ -165,6 +165,9 @@ class SimulatedTrainer:
         """It has copied nothing."""
         await asyncio.sleep(0)
 
+    async def publish_weights(self, epoch: int, digest: str, sources: int) -> None:
+        """Nothing: no folder was written."""
+
     async def abort_send(self, epoch: int) -> None:
         """Nothing is being sent for long."""
         await asyncio.sleep(0)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine
 from contextlib import suppress
+from tempfile import TemporaryDirectory
 from typing import Any, Literal, TypeVar
 
 import hypothesis
@@ -72,6 +73,7 @@ class Histories(RuleBasedStateMachine):
         self.engines: list[ToldEngine] = []
         self.values: dict[int, float] = {}  # what each version holds
         self.transport: TransportChoice = "auto"
+        self.folder = TemporaryDirectory()
         self.restarted: list[ToldEngine] = []  # and the synchronizer does not know
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
@@ -94,6 +96,7 @@ class Histories(RuleBasedStateMachine):
             timeout=300.0,
             on_engine_failure=self.on_failure,
             transport=self.transport,
+            folder=self.folder.name if self.transport == "folder" else None,
         )
 
     def pick(self, index: int) -> ToldEngine:
@@ -116,7 +119,7 @@ class Histories(RuleBasedStateMachine):
     @initialize(
         staged=strategies.lists(strategies.booleans(), min_size=1, max_size=3),
         on_failure=strategies.sampled_from(["raise", "drop", "abort"]),
-        transport=strategies.sampled_from(["shared", "broadcast"]),
+        transport=strategies.sampled_from(["shared", "broadcast", "folder"]),
     )
     def begin(
         self, staged: list[bool], on_failure: Literal["raise", "drop", "abort"], transport: TransportChoice
@@ -330,6 +333,10 @@ class Histories(RuleBasedStateMachine):
         assert "free" in repr(self.synchronizer._lock)
         assert not self.synchronizer._busy.locked()
         version = self.synchronizer.weight_version
+        if self.transport == "folder" and version is not None:
+            published = asyncsync.read_weights(self.folder.name)
+            found = {float(each) for tensor in published.tensors.values() for each in tensor.reshape(-1)}
+            assert (published.version, found) == (version, {self.values[version]})
         for engine in self.engines:
             status = self.run(asyncsync.ModuleEngine.describe_engine(engine))
             assert engine._asyncsync.receiver.session is None
@@ -350,6 +357,7 @@ class Histories(RuleBasedStateMachine):
             left = asyncio.all_tasks(self.loop)
             assert not left, left
         self.loop.close()
+        self.folder.cleanup()
 
 
 @pytest.fixture(autouse=True)

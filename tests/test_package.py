@@ -22,7 +22,19 @@ FLOORS = (
         *("shield", "threads", "digests", "buckets", "packing", "shards", "clock", "fanout", "coalesce", "lock"),
         *("devices", "masters", "memory_saver", "guard"),
     },
-    {"weights", "messages", "checksums", "cluster", "transports", "sending", "sender_thread", "gathering", "held"},
+    {
+        "weights",
+        "weight_files",
+        "reading",
+        "messages",
+        "checksums",
+        "cluster",
+        "transports",
+        "sending",
+        "sender_thread",
+        "gathering",
+        "held",
+    },
     {"engines", "rank_worker", "trainer", "trainer_group", "shared_lock"},
     {
         "fleet",
@@ -58,6 +70,7 @@ DOORS = {
     "sglang": {"engines"},
     "httpx": {"engines"},
     "msgspec": {"engines"},
+    "safetensors": {"weight_files"},
 }
 """Third parties that one module is the door to; cli and demos may start the cluster they run on."""
 

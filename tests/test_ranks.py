@@ -18,9 +18,10 @@ from torch import nn
 
 import asyncsync
 from asyncsync import EngineState, PlanError, WeightSynchronizer, cluster
+from asyncsync.messages import STORES, Store
 from tests.cancelling import CancelAt
 from tests.engines import ToldEngine, failing
-from tests.sample import contents
+from tests.sample import content, contents
 from tests.sharded import Mixed, RemoteShardedTrainer, become, every
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.ranks]
@@ -59,6 +60,24 @@ async def test_engines_get_what_the_ranks_hold_together(
                 whole, *others = await every(ranks, "whole")
                 assert all(other == whole for other in others)
                 assert [contents(engine.module) for engine in engines] == [whole, whole]
+
+
+@pytest.mark.parametrize("store", STORES)
+async def test_sharded_ranks_store_what_they_hold_together(actors: list[Any], store: Store, tmp_path: Path) -> None:
+    ranks, options = actors[:2], {"transport": store, "folder": tmp_path / "weights"}
+    await become(ranks, "fsdp", tmp_path)
+    engines = [ToldEngine(Mixed(7)), ToldEngine(Mixed(8), staged=False)]
+    async with WeightSynchronizer(ranks, engines, bucket_size=256, **options) as synchronizer:  # type: ignore[arg-type]
+        for _ in range(3):
+            await every(ranks, "step")
+            update = await synchronizer.update_weights()
+            whole, _ = await every(ranks, "whole")
+            assert [contents(engine.module) for engine in engines] == [whole, whole]
+            published = asyncsync.read_weights(tmp_path / "weights")
+            assert (published.version, published.digest) == (update.version, update.digest)
+            assert {name: content(tensor) for name, tensor in published.tensors.items()} == whole
+        assert [engine.joined for engine in engines] == [[], []]
+    assert await every(ranks, "groups") == [0, 0], "the ranks have left each other"
 
 
 @pytest.mark.parametrize("kind", ["fsdp", "tensor parallel"])
