@@ -20,7 +20,7 @@ from asyncsync.buckets import Plan, TensorSpec, join_plans, plan_buckets
 from asyncsync.errors import PlanError
 from asyncsync.shards import Block, Holding
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 PEER = -1
 """In place of a source's number: an engine that gives its weights to others."""
@@ -83,12 +83,14 @@ class ReadOptions:
         whole_tensors: Whether buckets must hold whole tensors, of one dtype each.
         name_map: Applied to every name.
         dtype: Floating-point tensors are sent in this dtype.
+        delta: Whether to keep what was sent, in host memory, so that the next update can be compared with it.
     """
 
     bucket_size: int
     whole_tensors: bool = False
     name_map: NameMap | None = None
     dtype: torch.dtype | None = None
+    delta: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,6 +153,7 @@ class TrainerStatus:
         control_group: Whether its control calls are answered while its other methods run.
         node: Where it is, as :func:`~asyncsync.transports.memory_files.this_node` tells; empty if it shares no memory.
         shortage: Why there is not enough memory to share what it will send; None if there is.
+        base_epochs: The updates whose bytes it can compare with, in this layout; the newest first.
     """
 
     instance: str
@@ -167,6 +170,7 @@ class TrainerStatus:
     gpus: tuple[str, ...] = ()
     node: str = ""
     shortage: str | None = None
+    base_epochs: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,6 +210,8 @@ class EngineStatus:
         control_group: Whether its control calls are answered while its other methods run.
         released: Which of its memory it has released, by tag, as far as is known: it is asleep. ``"weights"``, and
             whatever else it has (``"kv_cache"``).
+        base_epoch: The update whose bytes it holds, so that it can take what differs from them; None: it holds none so.
+        no_deltas: Why it always takes whole buckets; None: it takes deltas.
     """
 
     instance: str
@@ -233,6 +239,8 @@ class EngineStatus:
     control_group: bool = True
     released: tuple[str, ...] = ()
     gpus: tuple[str, ...] = ()
+    base_epoch: int | None = None
+    no_deltas: str | None = "it takes whole tensors only"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -284,6 +292,9 @@ class UpdateOrder:
         checksums: To a source: what engines want checksums of.
         wake: To an engine: whether it is to wake what it has released: its weights before they are written, all else
             once they are whole. If not, one that sleeps refuses the order.
+        against: To an engine: the update that deltas are taken against; None: buckets come whole. To a source: the one
+            to compare with; None: none.
+        deltas: To a source: those of the groups that what differs goes through, and not whole buckets.
     """
 
     epoch: int
@@ -297,6 +308,8 @@ class UpdateOrder:
     shards: str | None = None
     checksums: Checksums = field(default_factory=dict)
     wake: bool = False
+    against: int | None = None
+    deltas: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -311,6 +324,9 @@ class SendReceipt:
         nbytes: Bytes of the tensors.
         nbytes_changed: Bytes of those that differ.
         checksums: Those that the order named, by key.
+        sent: Bytes that were sent through each group; empty if every one got all.
+        elements: How many elements the tensors have; 0 if nothing was kept to compare the next update with.
+        elements_changed: How many of them differ from the update that they were compared with; None if with none.
     """
 
     digest: str
@@ -320,3 +336,6 @@ class SendReceipt:
     nbytes: int
     nbytes_changed: int
     checksums: Mapping[str, str] = field(default_factory=dict)
+    sent: Mapping[str, int] = field(default_factory=dict)
+    elements: int = 0
+    elements_changed: int | None = None

@@ -21,8 +21,10 @@ import numpy as np
 from torch import Tensor
 
 from asyncsync import cluster
+from asyncsync.baseline import Baseline
 from asyncsync.buckets import Plan, replan
 from asyncsync.checksums import Witness
+from asyncsync.delta_sending import DeltaSender, Route, SentChanges
 from asyncsync.devices import gpu_of, settle
 from asyncsync.digests import Digests
 from asyncsync.errors import ConnectError, OutOfStepError, TransferError
@@ -90,6 +92,8 @@ class RankWorker:
         self._options: ReadOptions | None = None
         self._plan: Plan | None = None
         self._bucket_sender = Sender(self._hasher)
+        self._delta_sender = DeltaSender(self._hasher)
+        self._baseline: Baseline | None = None
         self._messages: list[Tensor] = []
         self._sending: _Sending | None = None
         self._ended_epoch = 0
@@ -137,6 +141,8 @@ class RankWorker:
         if self._sending is not None:
             await self._sending.ended.wait()  # one that fails closes the groups that are told of here
         self._options = options
+        if not options.delta:
+            self._baseline = None
         plan, snapshot, _ = await self._sender.run_connecting(self._read, options)
         self._plan, self._gathers = plan, snapshot.gather is not None
         return TrainerStatus(
@@ -153,6 +159,7 @@ class RankWorker:
             epoch=self._ended_epoch,
             node=this_node(),
             shortage=await asyncio.to_thread(self._sets.shortage, shared_nbytes(plan)),
+            base_epochs=self._baseline.epochs_of(plan) if self._baseline is not None else (),
         )
 
     def _read(self, options: ReadOptions, keep: bool = False) -> tuple[Plan, Snapshot, HostCopies]:
@@ -297,14 +304,14 @@ class RankWorker:
                 async with self._sender.transferring() as guarded:
                     plan, snapshot, copies = await self._read_to_send(guarded, self._options)
                     try:
-                        self._check_in_step(order, plan, snapshot)
+                        self._check_in_step(order, plan, snapshot, links)
                         await self._leave_all_but(order.connections)
                         stop = threading.Event()
                         witness = Witness(plan, order.checksums) if order.checksums else None
-                        what = (copies, order.epoch, links, plan, snapshot, stop, witness)
+                        what = (copies, order, links, plan, snapshot, stop, witness)
                         sending.begun, sending.quiet = True, False
                         try:
-                            digests = await guarded.run(self._send_what_stays, *what, on_cancel=stop.set)
+                            sent = await guarded.run(self._send_what_stays, *what, on_cancel=stop.set)
                             sending.quiet = True
                         except BaseException:
                             left = await shielded(self._run_or_give_up(STUCK_TIMEOUT, self._break_off, links))
@@ -317,24 +324,34 @@ class RankWorker:
                             asyncio.get_running_loop().call_later(ABANDONED_TIMEOUT, copies.release)
                     if guarded.active:
                         await guarded.run(self._free_device_buffers)  # a trainer that is asleep keeps none
-                if digests is None:
+                if sent is None:
                     return None
-                return await self._hasher.run(self._receipt, order, plan, digests, witness)
+                return await self._hasher.run(self._receipt, order, plan, sent, witness)
         finally:
             if not sending.quiet:
                 self._bucket_sender.forget()
+                self._delta_sender, self._baseline = DeltaSender(self._hasher), None
                 self._messages = []  # an abandoned operation may still use them
             sending.ended.set()
         how = "was aborted" if sending.scope.deadline > anyio.current_time() else "took too long"
         raise TransferError(f"sending the weights of update {order.version} {how}")
 
-    def _check_in_step(self, order: UpdateOrder, plan: Plan, snapshot: Snapshot) -> None:
+    def _check_in_step(self, order: UpdateOrder, plan: Plan, snapshot: Snapshot, links: _Links) -> None:
         if plan.digest != order.plan_digest:
             raise OutOfStepError("the layout of the trainer's weights changed")
         if order.shards is not None and (self._shared is None or self._shared[0] != plan.digest):
             raise OutOfStepError("this rank was told last what the others hold of another layout")
         if snapshot.holding != (None if order.shards is None else self._holdings[self._rank]):
             raise OutOfStepError("the trainer's weights are sharded in another way now")
+        compared = order.against if order.connections else None
+        if compared is not None and (self._baseline is None or compared not in self._baseline.epochs_of(plan)):
+            raise OutOfStepError("the trainer does not hold (any more) what this update is to be compared with")
+        if order.deltas and not self._compares(links.engines):
+            raise OutOfStepError("the trainer is not to compare what it sends, or moves it from device to device")
+
+    def _compares(self, links: Sequence[Link]) -> bool:
+        """Whether what is sent is kept on the host, to be compared with the next."""
+        return self._options is not None and self._options.delta and all(link.device == "cpu" for link in links)
 
     def _links(self, order: UpdateOrder) -> _Links:
         """The groups that an order goes through at this rank; only the source's order names groups of engines."""
@@ -365,34 +382,33 @@ class RankWorker:
             raise
 
     def _send_what_stays(
-        self, copies: HostCopies, epoch: int, links: _Links, plan: Plan, snapshot: Snapshot, *rest: Any
-    ) -> Digests | None:
+        self, copies: HostCopies, order: UpdateOrder, links: _Links, plan: Plan, snapshot: Snapshot, *rest: Any
+    ) -> SentChanges | None:
         """Send from where the weights can be read, and see whether they have stayed what they were."""
         copies.begin()
-        digests = self._send(epoch, links, plan, replace(snapshot, tensors=copies.tensors), *rest)
+        sent = self._send(order, links, plan, replace(snapshot, tensors=copies.tensors), *rest)
         copies.end()
-        return digests
+        return sent
 
     def _send(
         self,
-        epoch: int,
+        order: UpdateOrder,
         links: _Links,
         plan: Plan,
         snapshot: Snapshot,
         stop: threading.Event,
         witness: Witness | None,
-    ) -> Digests | None:
+    ) -> SentChanges | None:
         """This rank's part of sending every bucket; None if another rank is the source."""
         is_source = bool(links.engines)
-        arena = self._lay_out(epoch, plan, links.engines)
         if snapshot.gather is not None:
-            self._gathered_epoch = epoch
+            self._gathered_epoch = order.epoch
             if not is_source:
                 take_part(plan, snapshot.gather)
                 return None
             gathering = CallGathering(plan, snapshot.gather)
             try:
-                return self._bucket_sender.send(plan, gathering, links.engines, stop, witness, arena)
+                return self._send_buckets(order, plan, gathering, links.engines, stop, witness)
             finally:
                 if self._gathers_with_others:
                     gathering.finish()
@@ -405,7 +421,33 @@ class RankWorker:
                 bring_shards(links.plan, self._rank, *held, links.shards[self._rank], self._messages, stop)
                 return None
             filler = ShardGathering(links.plan, *held, links.shards, self._messages)
-        return self._bucket_sender.send(plan, filler, links.engines, stop, witness, arena)
+        return self._send_buckets(order, plan, filler, links.engines, stop, witness)
+
+    def _send_buckets(
+        self,
+        order: UpdateOrder,
+        plan: Plan,
+        filler: Filler,
+        links: Sequence[Link],
+        stop: threading.Event,
+        witness: Witness | None,
+    ) -> SentChanges:
+        deltas = [link for link in links if link.connection in order.deltas]
+        whole = [link for link in links if link not in deltas]
+        arena = self._lay_out(order.epoch, plan, whole)
+        if not self._compares(links):
+            self._baseline = None
+            return SentChanges(self._bucket_sender.send(plan, filler, links, stop, witness, arena), None, {})
+        if self._baseline is None:
+            self._baseline = Baseline()
+        base = self._baseline
+        base.begin(plan, order.against)
+        shared = self._lay_out(order.epoch, plan, deltas)
+        routes = [Route(link, False, arena if isinstance(link, SharedSourceLink) else None) for link in whole]
+        routes += [Route(link, True, shared if isinstance(link, SharedSourceLink) else None) for link in deltas]
+        sent = self._delta_sender.send(plan, filler, base, routes, stop, witness)
+        base.end(order.epoch)
+        return sent
 
     def _lay_out(self, epoch: int, plan: Plan, links: Sequence[Link]) -> Tensor | None:
         """Where the weights are to be written, if some engines read them there.
@@ -423,7 +465,8 @@ class RankWorker:
             link.begin(epoch, taken, len(plan.buckets))
         return taken.memory
 
-    def _receipt(self, order: UpdateOrder, plan: Plan, digests: Digests, witness: Witness | None) -> SendReceipt:
+    def _receipt(self, order: UpdateOrder, plan: Plan, sent: SentChanges, witness: Witness | None) -> SendReceipt:
+        digests = sent.digests
         if self._sent is not None and self._sent[0] == order.base_epoch:
             self._published = self._sent
         changed = np.ones(len(plan.specs), dtype=bool)
@@ -440,6 +483,9 @@ class RankWorker:
             nbytes=plan.nbytes,
             nbytes_changed=sum(plan.specs[index].nbytes for index in np.flatnonzero(changed)),
             checksums=witness.result() if witness else {},
+            sent=sent.nbytes,
+            elements=0 if self._baseline is None else self._baseline.elements,
+            elements_changed=sent.differing,
         )
 
     def _free_device_buffers(self) -> None:
@@ -464,6 +510,7 @@ class RankWorker:
         """Leave the group and let the rank's threads end. Does not wait."""
         self._sender.clean_up(self._close_links)
         self._sets.clear()
+        self._baseline = None
         self._sender.close()
         self._hasher.close()
 

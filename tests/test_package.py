@@ -19,10 +19,33 @@ PACKAGE = Path(asyncsync.__file__).parent
 FLOORS = (
     {"errors", "report"},
     {
-        *("shield", "threads", "digests", "buckets", "packing", "shards", "clock", "fanout", "coalesce", "lock"),
+        *(
+            "shield",
+            "threads",
+            "digests",
+            "buckets",
+            "packing",
+            "deltas",
+            "shards",
+            "clock",
+            "fanout",
+            "coalesce",
+            "lock",
+        ),
         *("devices", "masters", "memory_saver", "guard"),
     },
-    {"weights", "messages", "checksums", "cluster", "transports", "sending", "sender_thread", "gathering"},
+    {
+        "weights",
+        "messages",
+        "checksums",
+        "cluster",
+        "transports",
+        "sending",
+        "baseline",
+        "delta_sending",
+        "sender_thread",
+        "gathering",
+    },
     {"engines", "rank_worker", "trainer", "trainer_group", "shared_lock"},
     {
         "fleet",
@@ -60,7 +83,7 @@ DOORS = {
 }
 """Third parties that one module is the door to; cli and demos may start the cluster they run on."""
 
-PURE = {"errors", "report", "digests", "buckets", "packing", "shards"}
+PURE = {"errors", "report", "digests", "buckets", "packing", "deltas", "shards"}
 
 
 def modules() -> dict[str, Path]:
