@@ -33,17 +33,16 @@ class Baseline:
         self.compares = False
 
     def __repr__(self) -> str:
-        return f"<Baseline of {format_bytes(self._memory.numel())}: epochs {self.epochs}{', open' * self._open}>"
-
-    @property
-    def epochs(self) -> tuple[int, ...]:
-        """The updates whose bytes it holds, or can be taken back to; the newest first."""
-        known = (self._epoch if not self._open or self._undo is not None else None, self._before)
-        return tuple(epoch for epoch in known if epoch is not None)
+        return f"<Baseline of {format_bytes(self._memory.numel())}: epochs {self._epochs}{', open' * self._open}>"
 
     def epochs_of(self, plan: Plan) -> tuple[int, ...]:
-        """Those of :attr:`epochs` that can be compared with in this layout."""
-        return self.epochs if self._plan is not None and self._plan.digest == plan.digest else ()
+        """The updates in this layout whose bytes it holds, or can be taken back to; the newest first."""
+        return self._epochs if self._plan is not None and self._plan.digest == plan.digest else ()
+
+    @property
+    def _epochs(self) -> tuple[int, ...]:
+        known = (self._epoch if not self._open or self._undo is not None else None, self._before)
+        return tuple(epoch for epoch in known if epoch is not None)
 
     def begin(self, plan: Plan, against: int | None) -> None:
         """Get ready to take the bytes of an update.

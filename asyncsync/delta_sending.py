@@ -23,6 +23,7 @@ from asyncsync.buckets import Bucket, Plan
 from asyncsync.checksums import Witness
 from asyncsync.deltas import Changes, Grain, Renewal
 from asyncsync.digests import Digests, StreamingDigests
+from asyncsync.errors import TransferError
 from asyncsync.sending import IN_FLIGHT, Filler, OwnTensors, hash_sent, kept, wait
 from asyncsync.threads import WorkerThread
 from asyncsync.transports.base import Link
@@ -109,6 +110,8 @@ class DeltaSender:
                 filler.expect(bucket)
             if len(on_the_way) == IN_FLIGHT:
                 wait_for_oldest()
+            if stop.is_set():
+                raise TransferError("sending was stopped")
             place = base.place(bucket)
             changes: Changes | None = None
             if base.compares:

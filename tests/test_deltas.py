@@ -257,10 +257,10 @@ class Held:
 def test_an_update_that_was_not_ended_is_taken_back() -> None:
     held = Held()
     held.take(1, None)
-    assert held.base.epochs == (1,)
+    assert held.base.epochs_of(held.plan) == (1,)
     before = held.step()
     held.take(2, 1, stop_in=1)
-    assert held.base.epochs == (1,)
+    assert held.base.epochs_of(held.plan) == (1,)
     held.base.begin(held.plan, 1)
     assert held.holds(before)
 
@@ -270,11 +270,11 @@ def test_an_update_that_was_ended_and_then_failed_can_still_be_taken_back() -> N
     held.take(1, None)
     before = held.step()
     held.take(2, 1)
-    assert held.base.epochs == (2, 1)
+    assert held.base.epochs_of(held.plan) == (2, 1)
     assert held.holds(held.tensors)
     held.base.begin(held.plan, 1)
     assert held.holds(before)
-    assert held.base.epochs == (1,)
+    assert held.base.epochs_of(held.plan) == (1,)
 
 
 def test_what_was_sent_whole_cannot_be_taken_back() -> None:
@@ -282,9 +282,9 @@ def test_what_was_sent_whole_cannot_be_taken_back() -> None:
     held.take(1, None)
     held.step(all_of=True)
     held.take(2, 1, stop_in=0)
-    assert held.base.epochs == ()
+    assert held.base.epochs_of(held.plan) == ()
     held.take(3, None)
-    assert held.base.epochs == (3,)
+    assert held.base.epochs_of(held.plan) == (3,)
     assert held.holds(held.tensors)
 
 
@@ -295,7 +295,7 @@ def test_another_layout_is_held_anew() -> None:
     assert held.base.epochs_of(held.plan) == (1,)
     assert held.base.epochs_of(other) == ()
     held.base.begin(other, None)
-    assert held.base.epochs == ()
+    assert held.base.epochs_of(other) == held.base.epochs_of(held.plan) == ()
 
 
 def test_comparing_lets_other_threads_run() -> None:
