@@ -265,6 +265,55 @@ async def test_another_conductors_update_in_between_is_noticed_before_the_first_
                 assert holds(engine, module)
 
 
+@pytest.mark.parametrize("end", ["engine", "source"])
+@BOTH
+async def test_an_end_that_lost_what_is_compared_with_says_so_before_the_first_byte(staged: bool, end: str) -> None:
+    async with synced(delta=True, staged=staged) as (trainer, engines, synchronizer):
+        await synchronizer.update_weights()
+        for _ in range(2):
+            nudge(trainer, 1)
+            if end == "engine":
+                loader = engines[1]._asyncsync._loader
+                assert loader is not None
+                loader.base_epoch = None
+            else:
+                rank_of(synchronizer)._baseline = None
+            assert were_deltas(await synchronizer.update_weights()) == [False, False], "in the same call"
+            assert [holds(engine, trainer) for engine in engines] == [True, True]
+            nudge(trainer, 2)
+            assert were_deltas(await synchronizer.update_weights()) == [True, True]
+            assert [holds(engine, trainer) for engine in engines] == [True, True]
+
+
+@BOTH
+async def test_weights_that_were_released_with_no_copy_are_brought_whole(staged: bool) -> None:
+    class Sleeper(ToldEngine):
+        gone: frozenset[str] = frozenset()
+
+        def released_memory(self) -> Collection[str]:
+            return self.gone
+
+        async def release_memory(self, tags: Collection[str]) -> None:
+            self.gone |= frozenset(tags)
+            with torch.no_grad():
+                for tensor in self.module.state_dict(keep_vars=True).values():
+                    raw(tensor).fill_(91)
+
+        async def resume_memory(self, tags: Collection[str]) -> None:
+            self.gone -= frozenset(tags)
+
+    trainer, engine = Zoo(1), Sleeper(zoo(50), staged=staged)
+    async with WeightSynchronizer(trainer, [engine], delta=True, bucket_size=1024, timeout=60) as synchronizer:
+        for deltas in (False, True, True):
+            nudge(trainer, 1)
+            assert were_deltas(await synchronizer.update_weights()) == [deltas]
+        await engine.sleep(["weights"])
+        for deltas in (False, True, True, True):
+            nudge(trainer, 2)
+            assert were_deltas(await synchronizer.update_weights()) == [deltas]
+            assert holds(engine, trainer)
+
+
 async def test_synchronizers_that_share_a_trainer_do_not_compare_with_each_others_updates() -> None:
     trainer = Zoo(1)
     rank = RankWorker(trainer)

@@ -215,6 +215,17 @@ def test_what_changed_is_cut_to_a_part() -> None:
     assert torch.equal(part, base[200:400])
 
 
+@pytest.mark.parametrize("width", [1, 2, 4, 8])
+def test_on_a_device_torch_writes_the_same(width: int) -> None:
+    grain = of_width(width, 1000)
+    base = random_bytes(grain.nbytes, 1)
+    new = base.clone()
+    new[::97] ^= 0x80
+    _, message = message_of(grain, new, base.clone())
+    read(message, grain.runs)[0].write_on_device(base)
+    assert torch.equal(base, new)
+
+
 # -- what a source holds ----------------------------------------------------------------------------------------------
 
 
