@@ -388,9 +388,30 @@ async def test_weights_that_must_be_gathered_are_compared_as_they_come() -> None
         Gathered(trainer), [engine], delta=True, bucket_size=1024, timeout=60
     ) as synchronizer:
         for step in range(4):
-            nudge(trainer, step)
-            assert were_deltas(await synchronizer.update_weights()) == [step > 0]
+            changed = nudge(trainer, step)
+            update = await synchronizer.update_weights()
+            assert were_deltas(update) == [step > 0]
             assert holds(engine, trainer)
+            assert (update.density or 0) * 800 < 2 * changed, "what lies between tensors does not count"
+
+
+@WAYS
+async def test_a_staged_engine_brings_its_free_arena_up_to_date_by_what_has_changed(transport: Any) -> None:
+    async with synced(delta=True, count=1, transport=transport) as (trainer, (engine,), synchronizer):
+        for step in range(5):
+            nudge(trainer, step)
+            update = await synchronizer.update_weights()
+        loader = engine._asyncsync._loader
+        assert isinstance(loader, StagedLoader)
+        buckets = loader._binding.plan.buckets
+        assert loader._lag.keys() == {bucket.index for bucket in buckets}, "nothing has to be copied"
+        loader.begin(delta=True)
+        loader.take_changes(buckets[0], None)
+        loader.target(buckets[1]).fill_(91)  # it would come whole, and did not come
+        loader.begin(delta=True)
+        for bucket in buckets:
+            loader.take_changes(bucket, None)
+        assert loader.digest() == update.digest
 
 
 # -- what fails -------------------------------------------------------------------------------------------------------
