@@ -25,6 +25,7 @@ class Orders:
         transports: What the bytes go through to each engine.
         seats: Whose each place in a group is, by the group's name and the rank in it, but for the sources'.
         publishes: Whether the sources write to a folder, where the version is to be published.
+        deltas: The engines that get what differs from an earlier update, and not whole buckets.
     """
 
     all: UpdateOrder
@@ -34,6 +35,7 @@ class Orders:
     transports: Mapping[Member, Transport]
     seats: Mapping[tuple[str, int], Member]
     publishes: bool = False
+    deltas: frozenset[Member] = frozenset()
 
 
 class Attempt:
@@ -116,7 +118,19 @@ class Attempt:
             weight_version=weight_version,
             digest=self.digests.get(member) if state is EngineState.UPDATED else None,
             transport=self.orders.transports.get(member),
+            delta=member in self.orders.deltas,
+            bytes=self._bytes_of(member) if state is EngineState.UPDATED else None,
             error=None if error is None else what_was_said(error),
+        )
+
+    def _bytes_of(self, member: Member) -> int | None:
+        """Bytes that were sent to an engine; None if that is not known."""
+        order = self.orders.engines.get(member)
+        if order is None or not self.sent:
+            return None
+        return sum(
+            sum(receipt.sent.get(name, 0) for name in order.connections) if receipt.sent else receipt.nbytes
+            for receipt in self.sent
         )
 
     def lose(self, member: Member, error: Exception) -> None:
@@ -183,6 +197,13 @@ class Attempt:
                 how_far = f"received {arrived} of {buckets} buckets" if arrived >= 0 else "not begun to receive"
                 error.add_note(f"{member.name} had {how_far}")
 
+    @property
+    def _density(self) -> float | None:
+        """Which part of all elements differs from the update that they were compared with; None: with none."""
+        changed = [receipt.elements_changed for receipt in self.sent if receipt.elements_changed is not None]
+        elements = sum(receipt.elements for receipt in self.sent if receipt.elements_changed is not None)
+        return sum(changed) / elements if elements else None
+
     def report(self, clock: UpdateClock) -> WeightUpdate:
         """The result of an update that succeeded."""
         return WeightUpdate(
@@ -194,5 +215,6 @@ class Attempt:
             bytes=sum(receipt.nbytes for receipt in self.sent),
             bytes_changed=sum(receipt.nbytes_changed for receipt in self.sent),
             digest=self.digest,
+            density=self._density,
             seconds=clock.seconds | {"total": clock.elapsed},
         )

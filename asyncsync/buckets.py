@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -105,6 +105,12 @@ class Bucket:
     def nbytes(self) -> int:
         """Its size in bytes, padding between tensors included."""
         return self.stop - self.start
+
+    @property
+    def whole_pieces(self) -> Iterator[Piece]:
+        """The tensors that lie whole in it, as pieces."""
+        for tensor, (start, stop) in zip(self.whole, self.spans, strict=True):
+            yield Piece(tensor, 0, stop - start, start)
 
     @property
     def lone(self) -> Piece | None:

@@ -45,6 +45,7 @@ from asyncsync.messages import (
     Policy,
     ReadOptions,
     Rendezvous,
+    SendReceipt,
     Store,
     TrainerStatus,
     Transport,
@@ -199,6 +200,7 @@ class Connection:
         self._cohorts: tuple[Cohort, ...] = ()
         self._engines: Mapping[Member, EngineStatus] | None = None
         self._wanted: dict[Member, Checksums] = {}
+        self._bases: tuple[tuple[int, ...], ...] = ()  # by source: the updates that it can compare with
         self._epoch = 0
 
     def __repr__(self) -> str:
@@ -209,8 +211,9 @@ class Connection:
         """Whether the next order may be given to these engines without asking anyone."""
         return self._engines is not None and tuple(self._engines) == fleet.members
 
-    def confirm(self, order: UpdateOrder) -> None:
+    def confirm(self, order: UpdateOrder, sent: Sequence[SendReceipt]) -> None:
         """An update succeeded at every end."""
+        self._bases = tuple((order.epoch,) if receipt.elements else () for receipt in sent)
         if self._engines is not None:
             self._engines = {
                 member: replace(
@@ -220,6 +223,7 @@ class Connection:
                     tainted=None,
                     paused=False,
                     released=(),  # or it was put to sleep since: then it wakes by the next order, or refuses it
+                    base_epoch=order.epoch if status.no_deltas is None else None,
                 )
                 for member, status in self._engines.items()
             }
@@ -280,6 +284,7 @@ class Connection:
             for member, each in self._wanted.items()
         }
         checksums = {key: parts for parts, key in wanted.items()}
+        against, comparing = self._deltas(engines)
         sources = tuple(
             replace(
                 order,
@@ -287,6 +292,8 @@ class Connection:
                 plan_digest=plan,
                 checksums=checksums,
                 snapshot=snapshot.name if snapshot else None,
+                against=against,
+                deltas=tuple(cohort.connections[number] for cohort in comparing),
             )
             for number, plan in enumerate(self._plans)
             if plan is not None
@@ -294,13 +301,39 @@ class Connection:
         received = {
             member: taken
             for cohort in self._cohorts
-            for taken in [replace(order, connections=cohort.connections)]
+            for taken in [
+                replace(order, connections=cohort.connections, against=against if cohort in comparing else None)
+            ]
             for member in cohort.engines
         }
         seats = {seat: member for cohort in self._cohorts for seat, member in cohort.seats.items()}
         transports = {member: cohort.transport for cohort in self._cohorts for member in cohort.engines}
+        deltas = frozenset(member for cohort in comparing for member in cohort.engines)
         publishes = any(cohort.transport == "folder" for cohort in self._cohorts)
-        return Orders(order, sources, received, checks, transports, seats, publishes), engines
+        return Orders(order, sources, received, checks, transports, seats, publishes, deltas), engines
+
+    def _deltas(self, engines: Mapping[Member, EngineStatus]) -> tuple[int | None, Sequence[Cohort]]:
+        """The update that the next is to be compared with, if any, and the cohorts that get only what differs.
+
+        A cohort does if each of its engines holds the bytes of an update that all sources can compare with. All others
+        get whole buckets, beside them: one that has joined, was repaired, or has agreed on the layout only now.
+        """
+        known = set.intersection(*map(set, self._bases)) if self._options.delta and self._bases else set()
+        if any(cohort.backend == "nccl" or cohort.transport == "pynccl" for cohort in self._cohorts):
+            return None, ()  # what moves from device to device never lies on the host
+        held = [
+            {None if member.differs else engines[member].base_epoch for member in cohort.engines}
+            for cohort in self._cohorts
+        ]
+        common = [epoch for epochs in held if len(epochs) == 1 for epoch in epochs]
+        against = max((epoch for epoch in common if epoch is not None and epoch in known), default=None)
+        if against is None:
+            return None, ()
+        return against, [
+            cohort
+            for cohort, epochs in zip(self._cohorts, held, strict=True)
+            if epochs == {against} and cohort.transport != "folder"  # what is published there is whole
+        ]
 
     def next_epoch(self, engines: Iterable[EngineStatus]) -> int:
         """An epoch newer than any that these engines have seen."""
@@ -323,6 +356,7 @@ class Connection:
             transports = self._choose_transports(sources, engines, backend)
             layout = await self._agreed_layout(sources)
         self._epoch = max(self._epoch, *(status.epoch for status in sources))
+        self._bases = tuple(status.base_epochs for status in sources)
         unacquainted = [member for member, status in engines.items() if not is_acquainted(status, layout)]
         standing = [
             cohort.of(engines, transports)
@@ -351,7 +385,10 @@ class Connection:
                 )
                 await self._connect(clock, sources, standing, alone, backend, transports)
         self._cohorts = tuple(standing) if len(standing) == len(self._cohorts) else self._cohorts
-        return engines
+        strange = {member: replace(engines[member], base_epoch=None) for member in unacquainted}
+        if self._options.delta and (reasons := {status.no_deltas for status in engines.values()} - {None}):
+            _log.debug("some engines get whole buckets: %s", "; ".join(sorted(map(str, reasons))))
+        return {**engines, **strange}
 
     def _refuse_asleep(self, engines: Mapping[Member, EngineStatus]) -> None:
         if self._wake:

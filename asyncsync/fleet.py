@@ -58,6 +58,7 @@ class Member:
         was_called: Whether it was called; then it may keep something open for more.
         was_waiting: Whether the last call that it did not answer was one in which it waits for others.
         gone: The error that says that its process is gone; None once it has answered again.
+        differs: Whether it was found to hold other bytes than were sent: then it gets the next update whole.
         sleeps: Whether it was ever seen asleep: after a failed update it may take its time to go back to that.
         is_lost: Whether it did not answer when an update failed. Until it does, no call to it takes longer than
             :data:`LOST_TIMEOUT`.
@@ -73,6 +74,7 @@ class Member:
         self.gone: EngineError | None = None
         self.is_lost = False
         self.sleeps = False
+        self.differs = False
         self._silent = silent
         self._calls: set[asyncio.Timeout] = set()
         self._expelled = False

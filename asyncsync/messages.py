@@ -90,6 +90,7 @@ class ReadOptions:
         name_map: Applied to every name.
         dtype: Floating-point tensors are sent in this dtype.
         snapshot: Of which snapshot; None: as they are now.
+        delta: Whether to keep what was sent, in host memory, so that the next update can be compared with it.
     """
 
     bucket_size: int
@@ -97,6 +98,7 @@ class ReadOptions:
     name_map: NameMap | None = None
     dtype: torch.dtype | None = None
     snapshot: str | None = None
+    delta: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,6 +161,7 @@ class TrainerStatus:
         control_group: Whether its control calls are answered while its other methods run.
         node: Where it is, as :func:`~asyncsync.transports.memory_files.this_node` tells; empty if it shares no memory.
         shortage: Why there is not enough memory to share what it will send; None if there is.
+        base_epochs: The updates whose bytes it can compare with, in this layout; the newest first.
     """
 
     instance: str
@@ -175,6 +178,7 @@ class TrainerStatus:
     gpus: tuple[str, ...] = ()
     node: str = ""
     shortage: str | None = None
+    base_epochs: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,6 +219,8 @@ class EngineStatus:
         control_group: Whether its control calls are answered while its other methods run.
         released: Which of its memory it has released, by tag, as far as is known: it is asleep. ``"weights"``, and
             whatever else it has (``"kv_cache"``).
+        base_epoch: The update whose bytes it holds, so that it can take what differs from them; None: it holds none so.
+        no_deltas: Why it always takes whole buckets; None: it takes deltas.
     """
 
     instance: str
@@ -243,6 +249,8 @@ class EngineStatus:
     control_group: bool = True
     released: tuple[str, ...] = ()
     gpus: tuple[str, ...] = ()
+    base_epoch: int | None = None
+    no_deltas: str | None = "it takes whole tensors only"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -317,6 +325,9 @@ class UpdateOrder:
             are now.
         wake: To an engine: whether it is to wake what it has released: its weights before they are written, all else
             once they are whole. If not, one that sleeps refuses the order.
+        against: To an engine: the update that deltas are taken against; None: buckets come whole. To a source: the one
+            to compare with; None: none.
+        deltas: To a source: those of the groups that what differs goes through, and not whole buckets.
     """
 
     epoch: int
@@ -332,6 +343,8 @@ class UpdateOrder:
     checksums: Checksums = field(default_factory=dict)
     snapshot: str | None = None
     wake: bool = False
+    against: int | None = None
+    deltas: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -347,6 +360,9 @@ class SendReceipt:
         nbytes_changed: Bytes of those that differ.
         checksums: Those that the order named, by key.
         stored: What it has put where engines fetch it, by the store's connection.
+        sent: Bytes that were sent through each group; empty if every one got all.
+        elements: How many elements the tensors have; 0 if nothing was kept to compare the next update with.
+        elements_changed: How many of them differ from the update that they were compared with; None if with none.
     """
 
     digest: str
@@ -357,3 +373,6 @@ class SendReceipt:
     nbytes_changed: int
     checksums: Mapping[str, str] = field(default_factory=dict)
     stored: Mapping[str, Stored] = field(default_factory=dict)
+    sent: Mapping[str, int] = field(default_factory=dict)
+    elements: int = 0
+    elements_changed: int | None = None

@@ -9,7 +9,8 @@ large strided one is ever copied whole.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -17,6 +18,8 @@ from torch import Tensor
 from asyncsync.buckets import Bucket, Piece, Plan
 from asyncsync.digests import StreamingDigests
 
+_LARGE = 2**16  # bytes: a smaller tensor is packed with its neighbours
+_GROUP = 2**20  # bytes, at the most, that are packed together: they stay in the cache
 _RAW_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 _SMALL = 64 * 2**10
@@ -119,21 +122,76 @@ def in_place(plan: Plan, bucket: Bucket, tensors: Sequence[Tensor], device: str)
     if (piece := bucket.lone) is None:
         return None
     tensor = tensors[piece.tensor]
-    if tensor.dtype != plan.specs[piece.tensor].dtype or tensor.device.type != device or not tensor.is_contiguous():
+    if tensor.dtype != plan.specs[piece.tensor].dtype:
+        return None
+    flat = flat_bytes(tensor, device)
+    return None if flat is None else flat[piece.start : piece.stop]
+
+
+def flat_bytes(tensor: Tensor, device: str) -> Tensor | None:
+    """A tensor's own memory as flat uint8, if it is contiguous and on this type of device."""
+    if tensor.device.type != device or not tensor.is_contiguous():
         return None
     # Not view(-1): a tensor of one element is contiguous whatever its strides, and would keep them.
-    flat = raw(tensor).as_strided((tensor.numel(),), (1,))
-    return flat.view(torch.uint8)[piece.start : piece.stop]
+    return raw(tensor.detach()).as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
-def unpack(plan: Plan, bucket: Bucket, buffer: Tensor, tensors: Sequence[Sequence[Tensor]]) -> None:
+def bucket_parts(
+    plan: Plan, bucket: Bucket, tensors: Sequence[Tensor], scratch: Callable[[int], Tensor]
+) -> Iterator[tuple[int, Tensor]]:
+    """A bucket's bytes part by part, in order, each with where it lies in the bucket: large tensors where they are.
+
+    Args:
+        plan: The plan.
+        bucket: One of its buckets.
+        tensors: All tensors of the plan, in order.
+        scratch: Gives flat uint8 memory of a size, on the host, for what must be packed. It stays as it is only until
+            the next part is asked for; between tensors it is zero.
+    """
+    group: list[tuple[int, tuple[int, int]]] = []
+
+    def packed() -> Iterator[tuple[int, Tensor]]:
+        if group:
+            first, last = group[0][1][0], group[-1][1][1]
+            spans = tuple((start - first, stop - first) for _, (start, stop) in group)
+            buffer = scratch(last - first)
+            if sum(stop - start for start, stop in spans) < last - first:
+                buffer.zero_()
+            indices = tuple(index for index, _ in group)
+            pack(plan, Bucket(0, 0, last - first, indices, spans, ()), tensors, buffer)
+            group.clear()
+            yield first, buffer
+
+    for index, span in zip(bucket.whole, bucket.spans, strict=True):
+        large = span[1] - span[0] >= _LARGE
+        flat = flat_bytes(tensors[index], "cpu") if large and tensors[index].dtype == plan.specs[index].dtype else None
+        if flat is not None or (group and span[1] - group[0][1][0] > _GROUP):
+            yield from packed()
+        if flat is None:
+            group.append((index, span))
+        else:
+            yield span[0], flat
+    yield from packed()
+    for piece in bucket.pieces:
+        only = Bucket(0, 0, piece.stop - piece.start, (), (), (replace(piece, offset=0),))
+        flat = in_place(plan, only, tensors, "cpu")
+        if flat is None:
+            flat = scratch(only.nbytes)
+            pack(plan, only, tensors, flat)
+        yield piece.offset, flat
+
+
+def unpack(
+    plan: Plan, bucket: Bucket, buffer: Tensor, tensors: Sequence[Sequence[Tensor]] | Mapping[int, Sequence[Tensor]]
+) -> None:
     """Write a bucket's bytes into tensors: the inverse of :func:`pack`.
 
     Args:
         plan: The plan.
         bucket: One of its buckets.
         buffer: Flat uint8, ``bucket.nbytes`` long.
-        tensors: For every tensor of the plan, the tensors to write it to (dtype and shape as in its spec).
+        tensors: For every tensor of the bucket, by its index in the plan, the tensors to write it to (dtype and shape
+            as in its spec).
     """
     with torch.no_grad():
         address = buffer.data_ptr() if buffer.is_cpu else 0

@@ -24,8 +24,10 @@ import torch
 from torch import Tensor
 
 from asyncsync import cluster
+from asyncsync.baseline import Baseline
 from asyncsync.buckets import Plan, replan
 from asyncsync.checksums import Witness
+from asyncsync.delta_sending import DeltaSender, Route, SentChanges
 from asyncsync.devices import CPU, gpu_of, settle
 from asyncsync.digests import Digests
 from asyncsync.errors import ConnectError, OutOfStepError, TrainerError, TransferError
@@ -98,6 +100,8 @@ class RankWorker:
         self._bucket_sender = Sender(self._hasher)
         self._held: dict[str, HeldWeights] = {}  # by the snapshot's name
         self._spare: HeldWeights | None = None  # held no more: its memory is there for the next
+        self._delta_sender = DeltaSender(self._hasher)
+        self._baseline: Baseline | None = None
         self._messages: list[Tensor] = []
         self._sending: _Sending | None = None
         self._ended_epoch = 0
@@ -146,6 +150,8 @@ class RankWorker:
         if self._sending is not None:
             await self._sending.ended.wait()  # one that fails closes the groups that are told of here
         self._options = options
+        if not options.delta:
+            self._baseline = None
         held = None if options.snapshot is None else self._snapshot(options.snapshot)
         plan, snapshot, _ = await self._sender.run_connecting(self._read, options, held)
         self._plan, self._gathers = plan, held.gathers if held else snapshot.gather is not None
@@ -163,6 +169,7 @@ class RankWorker:
             epoch=self._ended_epoch,
             node=this_node(),
             shortage=await asyncio.to_thread(self._sets.shortage, shared_nbytes(plan)),
+            base_epochs=self._baseline.epochs_of(plan) if self._baseline is not None else (),
         )
 
     def _snapshot(self, name: str) -> HeldWeights:
@@ -309,17 +316,17 @@ class RankWorker:
         held = None if order.snapshot is None else self._snapshot(order.snapshot)
         async with self._under_way(order, "sending") as (sending, options, links):
             async with self._sender.transferring() as guarded:
-                async with self._reading(order, sending, guarded, options, held) as (plan, snapshot, copies):
+                async with self._reading(order, links, sending, guarded, options, held) as (plan, snapshot, copies):
                     await self._leave_all_but(order.connections)
                     stop = threading.Event()
                     witness = Witness(plan, order.checksums) if order.checksums else None
-                    what = (copies, order.epoch, links, plan, snapshot, stop, witness, held)
-                    digests = await self._work(sending, guarded, links, self._send_and_store, *what, on_cancel=stop.set)
+                    what = (copies, order, links, plan, snapshot, stop, witness, held)
+                    sent = await self._work(sending, guarded, links, self._send_and_store, *what, on_cancel=stop.set)
                 if guarded.active:
                     await guarded.run(self._free_device_buffers)  # a trainer that is asleep keeps none
-            if digests is None:
+            if sent is None:
                 return None
-            receipt = await self._hasher.run(self._receipt, order, plan, digests, witness)
+            receipt = await self._hasher.run(self._receipt, order, plan, sent, witness)
             return replace(receipt, stored={store.connection: store.place() for store in links.stores})
 
     async def snapshot_weights(self, order: UpdateOrder) -> None:
@@ -341,10 +348,10 @@ class RankWorker:
         async with (
             self._under_way(order, "copying") as (sending, options, links),
             self._sender.transferring() as guarded,
-            self._reading(order, sending, guarded, options, None) as (plan, snapshot, copies),
+            self._reading(order, links, sending, guarded, options, None) as (plan, snapshot, copies),
         ):
             stop = threading.Event()
-            what = (copies, partial(self._copy, order.snapshot), order.epoch, links, plan, snapshot, stop)
+            what = (copies, partial(self._copy, order.snapshot), order, links, plan, snapshot, stop)
             held = await self._work(sending, guarded, None, self._on_what_stays, *what, on_cancel=stop.set)
             self._held[order.snapshot] = held
             if order.lease < math.inf:  # or its conductor is gone, and nobody will drop it
@@ -389,6 +396,7 @@ class RankWorker:
                 self._messages, self._spare = [], None  # an abandoned operation may still use them
                 if order.snapshot in self._held:
                     self._held[order.snapshot].left_behind = True
+                self._delta_sender, self._baseline = DeltaSender(self._hasher), None
             sending.ended.set()
         how = "was aborted" if sending.scope.deadline > anyio.current_time() else "took too long"
         raise TransferError(f"{what} the weights of update {order.version} {how}")
@@ -397,6 +405,7 @@ class RankWorker:
     async def _reading(
         self,
         order: UpdateOrder,
+        links: _Links,
         sending: _Sending,
         guarded: MemorySaverGuard,
         options: ReadOptions,
@@ -405,7 +414,7 @@ class RankWorker:
         """The weights, or a snapshot of them, as the order expects them; readable while this is entered."""
         plan, snapshot, copies = await self._read_to_send(guarded, options, held)
         try:
-            self._check_in_step(order, plan, snapshot)
+            self._check_in_step(order, plan, snapshot, links)
             yield plan, snapshot, copies
         finally:
             if sending.quiet:
@@ -434,13 +443,22 @@ class RankWorker:
         sending.quiet = True
         return result
 
-    def _check_in_step(self, order: UpdateOrder, plan: Plan, snapshot: Snapshot) -> None:
+    def _check_in_step(self, order: UpdateOrder, plan: Plan, snapshot: Snapshot, links: _Links) -> None:
         if plan.digest != order.plan_digest:
             raise OutOfStepError("the layout of the trainer's weights changed")
         if order.shards is not None and (self._shared is None or self._shared[0] != plan.digest):
             raise OutOfStepError("this rank was told last what the others hold of another layout")
         if snapshot.holding != (None if order.shards is None else self._holdings[self._rank]):
             raise OutOfStepError("the trainer's weights are sharded in another way now")
+        compared = order.against if order.connections else None
+        if compared is not None and (self._baseline is None or compared not in self._baseline.epochs_of(plan)):
+            raise OutOfStepError("the trainer does not hold (any more) what this update is to be compared with")
+        if order.deltas and not self._compares(links.engines):
+            raise OutOfStepError("the trainer is not to compare what it sends, or moves it from device to device")
+
+    def _compares(self, links: Sequence[Link]) -> bool:
+        """Whether what is sent is kept on the host, to be compared with the next."""
+        return self._options is not None and self._options.delta and all(link.device == "cpu" for link in links)
 
     def _links(self, order: UpdateOrder) -> _Links:
         """The groups that an order goes through at this rank; only the source's order names groups of engines."""
@@ -478,7 +496,7 @@ class RankWorker:
         self,
         copies: HostCopies,
         function: Callable[..., T],
-        epoch: int,
+        order: UpdateOrder,
         links: _Links,
         plan: Plan,
         snapshot: Snapshot,
@@ -486,33 +504,33 @@ class RankWorker:
     ) -> T:
         """Read from where the weights can be read, and see whether they have stayed what they were."""
         copies.begin()
-        result = function(epoch, links, plan, replace(snapshot, tensors=copies.tensors or snapshot.tensors), *rest)
+        result = function(order, links, plan, replace(snapshot, tensors=copies.tensors or snapshot.tensors), *rest)
         copies.end()
         return result
 
     def _send_and_store(
         self,
         copies: HostCopies,
-        epoch: int,
+        order: UpdateOrder,
         links: _Links,
         plan: Plan,
         snapshot: Snapshot,
         stop: threading.Event,
         *rest: Any,
-    ) -> Digests | None:
+    ) -> SentChanges | None:
         """Send every bucket, and wait until stores have all."""
-        digests = self._on_what_stays(copies, self._send, epoch, links, plan, snapshot, stop, *rest)
+        sent = self._on_what_stays(copies, self._send, order, links, plan, snapshot, stop, *rest)
         for store in links.stores:
             store.complete(stop)
-        return digests
+        return sent
 
     def _copy(
-        self, name: str, epoch: int, links: _Links, plan: Plan, snapshot: Snapshot, stop: threading.Event
+        self, name: str, order: UpdateOrder, links: _Links, plan: Plan, snapshot: Snapshot, stop: threading.Event
     ) -> HeldWeights:
         """This rank's part of a snapshot."""
         spare, self._spare = self._spare, None
         if snapshot.gather is not None:
-            self._gathered_epoch = epoch
+            self._gathered_epoch = order.epoch
             if not links.engines:
                 return hold_nothing(plan, snapshot, snapshot.gather)
         if links.plan is not None:
@@ -537,34 +555,33 @@ class RankWorker:
 
     def _send(
         self,
-        epoch: int,
+        order: UpdateOrder,
         links: _Links,
         plan: Plan,
         snapshot: Snapshot,
         stop: threading.Event,
         witness: Witness | None,
         held: HeldWeights | None,
-    ) -> Digests | None:
+    ) -> SentChanges | None:
         """This rank's part of sending every bucket; None if another rank is the source."""
         is_source = bool(links.engines)
         if held is not None and held.gathers and not is_source:
             return None  # that was done when the snapshot was taken
-        arena = self._lay_out(epoch, plan, links.engines, held)
-        if held is not None and held.arena is not None and plan.digest == held.plan.digest:
-            return self._bucket_sender.send(plan, LaidOut(held.arena), links.engines, stop, witness, arena)
         if snapshot.gather is not None:
-            self._gathered_epoch = epoch
+            self._gathered_epoch = order.epoch
             if not is_source:
                 take_part(plan, snapshot.gather)
                 return None
             gathering = CallGathering(plan, snapshot.gather)
             try:
-                return self._bucket_sender.send(plan, gathering, links.engines, stop, witness, arena)
+                return self._send_buckets(order, plan, gathering, links.engines, stop, witness, held)
             finally:
                 if self._gathers_with_others:
                     gathering.finish()
         if links.plan is None:
             filler: Filler = OwnTensors(plan, snapshot.tensors)
+            if held is not None and held.arena is not None and plan.digest == held.plan.digest:
+                filler = filler if self._compares(links.engines) else LaidOut(held.arena)  # with padding, as it lies
         else:
             assert snapshot.holding is not None
             own = (snapshot.holding, snapshot.tensors)
@@ -572,7 +589,34 @@ class RankWorker:
                 bring_shards(links.plan, self._rank, *own, links.shards[self._rank], self._messages, stop)
                 return None
             filler = ShardGathering(links.plan, *own, links.shards, self._messages)
-        return self._bucket_sender.send(plan, filler, links.engines, stop, witness, arena)
+        return self._send_buckets(order, plan, filler, links.engines, stop, witness, held)
+
+    def _send_buckets(
+        self,
+        order: UpdateOrder,
+        plan: Plan,
+        filler: Filler,
+        links: Sequence[Link],
+        stop: threading.Event,
+        witness: Witness | None,
+        held: HeldWeights | None,
+    ) -> SentChanges:
+        deltas = [link for link in links if link.connection in order.deltas]
+        whole = [link for link in links if link not in deltas]
+        arena = self._lay_out(order.epoch, plan, whole, held)
+        if not self._compares(links):
+            self._baseline = None
+            return SentChanges(self._bucket_sender.send(plan, filler, links, stop, witness, arena), None, {})
+        if self._baseline is None:
+            self._baseline = Baseline()
+        base = self._baseline
+        base.begin(plan, order.against)
+        shared = self._lay_out(order.epoch, plan, deltas, None)
+        routes = [Route(link, False, arena if isinstance(link, SharedSourceLink) else None) for link in whole]
+        routes += [Route(link, True, shared if isinstance(link, SharedSourceLink) else None) for link in deltas]
+        sent = self._delta_sender.send(plan, filler, base, routes, stop, witness)
+        base.end(order.epoch)
+        return sent
 
     def _lay_out(self, epoch: int, plan: Plan, links: Sequence[Link], held: HeldWeights | None) -> Tensor | None:
         """Where the weights are to be written, if some engines read them there; a snapshot may lie there already.
@@ -599,7 +643,8 @@ class RankWorker:
             link.hear()  # of what was let go of
         return self._sets.take(shared_nbytes(plan)) if shared else None
 
-    def _receipt(self, order: UpdateOrder, plan: Plan, digests: Digests, witness: Witness | None) -> SendReceipt:
+    def _receipt(self, order: UpdateOrder, plan: Plan, sent: SentChanges, witness: Witness | None) -> SendReceipt:
+        digests = sent.digests
         if self._sent is not None and self._sent[0] == order.base_epoch:
             self._published = self._sent
         changed = np.ones(len(plan.specs), dtype=bool)
@@ -616,6 +661,9 @@ class RankWorker:
             nbytes=plan.nbytes,
             nbytes_changed=sum(plan.specs[index].nbytes for index in np.flatnonzero(changed)),
             checksums=witness.result() if witness else {},
+            sent=sent.nbytes,
+            elements=0 if self._baseline is None else self._baseline.elements,
+            elements_changed=sent.differing,
         )
 
     def _free_device_buffers(self) -> None:
@@ -653,6 +701,7 @@ class RankWorker:
         """Leave the group and let the rank's threads end. Does not wait."""
         self._sender.clean_up(self._close_links)
         self._sets.clear()
+        self._baseline = None
         self._sender.close()
         self._hasher.close()
 

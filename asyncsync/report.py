@@ -31,6 +31,8 @@ class EngineOutcome:
         digest: The digest of the weights it confirmed (32 hex digits), if it got that far.
         transport: What its bytes came through, or were to: ``"shared"`` memory, a ``"broadcast"``, Ray ``"objects"``, a
             ``"folder"``, or ``"pynccl"``, a broadcast of vLLM's own. None if it was not asked to receive.
+        delta: Whether only what differs from an earlier update was sent to it, or was to be (``delta=True``).
+        bytes: Bytes that were sent to it, or to it and those beside it at once; None if it did not get the update.
         error: What it failed with, in words.
     """
 
@@ -39,6 +41,8 @@ class EngineOutcome:
     weight_version: int | None = None
     digest: str | None = None
     transport: str | None = None
+    delta: bool = False
+    bytes: int | None = None
     error: str | None = None
 
 
@@ -52,9 +56,11 @@ class WeightUpdate:
         tensors: Distinct tensors sent (tied names count once).
         tensors_changed: How many of them differ, by digest, from the last published version (all, in the first).
         buckets: Buckets sent.
-        bytes: Bytes of the tensors sent, padding not counted.
+        bytes: Bytes of the tensors sent, padding not counted; of deltas fewer went out, as the outcomes say.
         bytes_changed: Bytes of the tensors that differ.
         digest: Digest of the whole set of weights, confirmed by every engine that can tell (32 hex digits).
+        density: Which part of all elements differs, bit by bit, from the update that they were compared with; None if
+            with none (``delta=True``, and some engine held one).
         seconds: Seconds by phase, plus ``"total"``. ``"drain"`` is how long the update waited for generations to end
             (new ones wait meanwhile), ``"paused"`` how long nothing was generated after that, ``"publish"`` how long it
             took to give the version its name in the folder.
@@ -68,6 +74,7 @@ class WeightUpdate:
     bytes: int
     bytes_changed: int
     digest: str
+    density: float | None = None
     seconds: Mapping[str, float] = field(default_factory=dict, hash=False)
 
     def __str__(self) -> str:
@@ -81,8 +88,15 @@ class WeightUpdate:
         return (
             f"WeightUpdate(version={self.version}, {updated}/{len(self.outcomes)} engines, "
             f"{format_bytes(self.bytes)} in {self.seconds.get('total', 0.0):.3g} s, "
-            f"paused {self.seconds.get('paused', 0.0) * 1e3:.3g} ms, {changed})"
+            f"paused {self.seconds.get('paused', 0.0) * 1e3:.3g} ms, {changed}{self._in_deltas})"
         )
+
+    @property
+    def _in_deltas(self) -> str:
+        sent = [outcome.bytes for outcome in self.outcomes if outcome.delta and outcome.bytes is not None]
+        if self.density is None or not sent:
+            return ""
+        return f"; {self.density:.2%} of elements, sent in {format_bytes(max(sent))}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
@@ -22,7 +22,7 @@ from asyncsync.buckets import Bucket, Plan
 from asyncsync.checksums import Witness
 from asyncsync.digests import Digests, StreamingDigests
 from asyncsync.errors import TransferError
-from asyncsync.packing import hash_bucket, in_place, pack
+from asyncsync.packing import bucket_parts, hash_bucket, in_place, pack
 from asyncsync.threads import WorkerThread
 from asyncsync.transports.base import Link
 
@@ -75,6 +75,10 @@ class OwnTensors:
 
     def fill(self, bucket: Bucket, buffer: Tensor, stop: threading.Event) -> None:
         pack(self._plan, bucket, self._tensors, buffer)
+
+    def parts(self, bucket: Bucket, scratch: Callable[[int], Tensor]) -> Iterator[tuple[int, Tensor]]:
+        """The bucket part by part; see :func:`~asyncsync.packing.bucket_parts`."""
+        return bucket_parts(self._plan, bucket, self._tensors, scratch)
 
 
 class Sender:
@@ -142,7 +146,7 @@ class Sender:
                 flat = kept(self._buffers, buffer, plan.largest_bucket, device)[: bucket.nbytes]
                 filler.fill(bucket, flat, stop)
             handles = [link.start_send(flat) for link in links]
-            hashed = self._hasher.submit(_hash, plan, bucket, flat, digests, witness)
+            hashed = self._hasher.submit(hash_sent, plan, bucket, flat, digests, witness)
             on_the_way.append(_Sent(bucket, handles, hashed, buffer))
             if following is not None:
                 filler.expect(following)
@@ -159,7 +163,8 @@ class Sender:
         self._buffers = []
 
 
-def _hash(plan: Plan, bucket: Bucket, flat: Tensor, digests: StreamingDigests, witness: Witness | None) -> None:
+def hash_sent(plan: Plan, bucket: Bucket, flat: Tensor, digests: StreamingDigests, witness: Witness | None) -> None:
+    """Hash a bucket that is sent. Buckets must come in order."""
     hash_bucket(plan, bucket, flat, digests)
     if witness is not None:
         witness.add(bucket, flat)

@@ -128,6 +128,11 @@ class WeightSynchronizer:
         folder: A folder, the same wherever the trainer and engines run, in which each version is published as
             safetensors files: for engines whose transport is ``"folder"``, and for other readers
             (:func:`asyncsync.read_weights`). The last two are kept.
+        delta: Whether to send only what differs, bit by bit, from the last update, to engines that hold that one; they
+            confirm the digest of the whole all the same. Who does not hold it, or holds another layout, gets the whole,
+            and so does everyone of a bucket of which too much differs. The source keeps a set of the weights in host
+            memory for this. It pays where bytes have far to go, and few elements change: as small learning rates change
+            bfloat16 weights.
         timeout: Seconds for a whole update; phases have shares of it.
         offload: For a trainer in this process: False if it never offloads its memory (see
             :func:`asyncsync.memory_saver_guard`).
@@ -168,6 +173,7 @@ class WeightSynchronizer:
         backend: BackendChoice = "auto",
         transport: TransportsChoice = "auto",
         folder: str | os.PathLike[str] | None = None,
+        delta: bool = False,
         timeout: float = DEFAULT_TIMEOUT,
         offload: bool | None = None,
         policy: Policy = "drain",
@@ -181,6 +187,7 @@ class WeightSynchronizer:
         _refuse_kind("initial_version", initial_version, int | None, "a number")
         _refuse_kind("partial", partial, bool, "True or False")
         _refuse_kind("folder", folder, str | os.PathLike | None, "a path")
+        _refuse_kind("delta", delta, bool, "True or False")
         _refuse_kind("lock", lock, RolloutLock | SharedRolloutLock | None, "a RolloutLock or a SharedRolloutLock")
         if bucket_size <= 0:
             raise ValueError(f"bucket_size must be a positive number of bytes, not {bucket_size}")
@@ -225,7 +232,7 @@ class WeightSynchronizer:
         self._trainer_has_hooks: bool | None = None
         self._connection = Connection(
             self._sources,
-            options=ReadOptions(bucket_size=bucket_size, name_map=name_map, dtype=dtype),
+            options=ReadOptions(bucket_size=bucket_size, name_map=name_map, dtype=dtype, delta=delta),
             partial=partial,
             backend=backend,
             transport=transport,
@@ -813,7 +820,7 @@ class WeightSynchronizer:
                     raise error from (failure if error is not failure else failure.__cause__)
                 self._connection.forget()
             else:
-                self._connection.confirm(attempt.order)
+                self._connection.confirm(attempt.order, attempt.sent)
             finally:
                 attempt.note_versions()
         except BaseException:

@@ -204,6 +204,8 @@ class Transaction:
         sent, received = self._attempt.digest, self._attempt.digests
         wrong = {member: digest for member, digest in received.items() if digest != sent}
         everyone = len(wrong) == len(received)  # then it was the trainer
+        for member in received:
+            member.differs = member in wrong
         errors = [
             TransferError(
                 f"{member.name} received other bytes than were sent: digest {digest}, sent {sent} "

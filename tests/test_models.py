@@ -10,16 +10,19 @@ import asyncio
 import json
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from rich.console import Console
 
 from asyncsync import ModuleEngine, TrainerRank, WeightSynchronizer, cluster
 from asyncsync.demo.actors import running
 from asyncsync.demo.language_model import ModelFiles, build_model, find_model, load_model
+from benchmarks import delta
 
 pytestmark = [pytest.mark.models, pytest.mark.timeout(900)]
 
@@ -92,3 +95,20 @@ async def test_every_tensor_arrives_bit_for_bit(ray_cluster: None, smollm2: Path
                 assert all(np.array_equal(other[name], bytes_) for name, bytes_ in own.items())
             assert np.array_equal(own["lm_head.weight"], own["model.embed_tokens.weight"])
             await trainer.change.remote()
+
+
+@pytest.mark.ray
+@pytest.mark.asyncio
+async def test_a_steps_changes_are_few_and_arrive_bit_for_bit(
+    ray_cluster: None, smollm2: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    training = await asyncio.to_thread(delta.Training, smollm2)
+    rows = await delta.measure(training, "broadcast", (1e-6,), 3, Console(stderr=True))
+    assert [(row.lr, row.step, row.transport) for row in rows] == [(1e-6, step, "broadcast") for step in (1, 2, 3)]
+    for row in map(asdict, rows):
+        assert list(row) == ["lr", "step", "density", "bytes_ratio", "transport", "delta_s", "full_s"]
+        assert 0 < row["density"] < row["bytes_ratio"] < 0.03
+        assert row["delta_s"] > 0
+        assert row["full_s"] > 0
+    delta.show(rows)
+    assert "broadcast" in capsys.readouterr().out

@@ -19,7 +19,19 @@ PACKAGE = Path(asyncsync.__file__).parent
 FLOORS = (
     {"errors", "report"},
     {
-        *("shield", "threads", "digests", "buckets", "packing", "shards", "clock", "fanout", "coalesce", "lock"),
+        *(
+            "shield",
+            "threads",
+            "digests",
+            "buckets",
+            "packing",
+            "deltas",
+            "shards",
+            "clock",
+            "fanout",
+            "coalesce",
+            "lock",
+        ),
         *("devices", "masters", "memory_saver", "guard"),
     },
     {
@@ -31,6 +43,8 @@ FLOORS = (
         "cluster",
         "transports",
         "sending",
+        "baseline",
+        "delta_sending",
         "sender_thread",
         "gathering",
         "held",
@@ -74,7 +88,7 @@ DOORS = {
 }
 """Third parties that one module is the door to; cli and demos may start the cluster they run on."""
 
-PURE = {"errors", "report", "digests", "buckets", "packing", "shards"}
+PURE = {"errors", "report", "digests", "buckets", "packing", "deltas", "shards"}
 
 
 def modules() -> dict[str, Path]:

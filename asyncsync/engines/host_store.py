@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from asyncsync.buckets import Bucket, Plan
+from asyncsync.deltas import apply, grain_of
 from asyncsync.digests import StreamingDigests
 from asyncsync.packing import arena_views, hash_bucket
 from asyncsync.transports.base import LentArena
@@ -26,6 +27,7 @@ class HostStore:
 
     def __init__(self, *, pinned: bool) -> None:
         self.device = "cpu"
+        self.base_epoch: int | None = None  # set by who knows that all of an update has come
         self._pinned = pinned
         self._plan: Plan | None = None
         self._memory: Tensor | None = None
@@ -43,9 +45,10 @@ class HostStore:
             self.discard()
         self._plan, self.device = plan, device
 
-    def begin(self) -> None:
+    def begin(self, *, delta: bool = False) -> None:
         """Get ready for an update."""
         assert self._plan is not None
+        self.base_epoch = None  # until it is whole
         if self._memory is None:
             self._memory = torch.empty(self._plan.arena_nbytes, dtype=torch.uint8, pin_memory=self._pinned)
         if self.device != "cpu" and not self._bounce:
@@ -67,6 +70,18 @@ class HostStore:
         place = self._place(bucket)
         if buffer.data_ptr() != place.data_ptr():
             place.copy_(buffer)
+        hash_bucket(self._plan, bucket, place, self._digests)
+
+    def take_changes(self, bucket: Bucket, message: Tensor | None) -> None:
+        """Take what differs in a bucket from what the store holds; None: nothing does.
+
+        Raises:
+            TransferError: The message is none of such a bucket. Nothing was written.
+        """
+        assert self._plan is not None
+        place = self._place(bucket)
+        if message is not None:
+            apply(message, grain_of(self._plan, bucket).runs, place)
         hash_bucket(self._plan, bucket, place, self._digests)
 
     def digest(self) -> str:
@@ -95,4 +110,5 @@ class HostStore:
 
     def discard(self) -> None:
         """Give up the memory: a transfer that was abandoned may still write to it."""
+        self.base_epoch = None
         self._memory, self._bounce = None, []

@@ -12,24 +12,30 @@ Where the source shares its memory, a staged engine on the CPU *adopts* that as 
 the one after is in service, it lets go of it. An engine of another kind takes buckets from where they lie, as it takes
 them from a bounce buffer.
 
+What differs from the update in service may come in place of a bucket. In place, it is written over the weights. A
+staged engine writes it to its other arena, which holds the update before that: so it keeps what the last update
+changed, and brings that arena up to date with it first. One that holds anything else is copied to from that in service.
+
 Parameters that are views of a larger memory (a fused weight, say) are copied to instead of pointed elsewhere: their
 siblings would not follow.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from asyncsync.buckets import Bucket, TensorSpec, plan_buckets
+from asyncsync.buckets import Bucket, Piece, TensorSpec, plan_buckets
+from asyncsync.deltas import Changed, apply, grain_of, read
 from asyncsync.devices import home_of, settle
 from asyncsync.digests import StreamingDigests
 from asyncsync.engines.binding import Binding
-from asyncsync.packing import arena_views, hash_bucket, raw, unpack
+from asyncsync.packing import arena_views, flat_bytes, hash_bucket, pack, raw, unpack
 from asyncsync.shards import Block, Shard, unpack_shards
 from asyncsync.transports.base import LentArena
 
@@ -39,6 +45,9 @@ class Loader(Protocol):
 
     device: str
     """Device type that buckets arrive on."""
+
+    base_epoch: int | None
+    """The update whose bytes what differs can be applied to; None: those that are here are of none, or not all here."""
 
     @property
     def touched(self) -> bool:
@@ -50,8 +59,8 @@ class Loader(Protocol):
         """How many buckets may be on their way at the same time."""
         ...
 
-    def begin(self) -> None:
-        """Get ready for an update."""
+    def begin(self, *, delta: bool = False) -> None:
+        """Get ready for an update; if it is a delta, one of what differs from :attr:`base_epoch`."""
         ...
 
     def adopt(self, lent: LentArena) -> bool:
@@ -70,12 +79,20 @@ class Loader(Protocol):
         """Take a bucket that has arrived; buckets come in order."""
         ...
 
+    def take_changes(self, bucket: Bucket, message: Tensor | None) -> None:
+        """Take what differs in a bucket, in place of the bucket; None: nothing does.
+
+        Raises:
+            TransferError: The message is none of such a bucket. Nothing was written.
+        """
+        ...
+
     def digest(self) -> str:
-        """Digest of all that was taken."""
+        """Digest of all that was taken, and of what has stayed as it was."""
         ...
 
     def commit(self) -> None:
-        """Make what was taken the weights in service."""
+        """Make what was taken the weights in service; whose they are is for the caller to note."""
         ...
 
     def discard(self) -> None:
@@ -146,11 +163,19 @@ class StagedLoader:
         self._adopted: LentArena | None = None  # in place of the spare one
         self._lent: WeakKeyDictionary[LentArena, _Arena] = WeakKeyDictionary()  # they come again and again
         self._digests = StreamingDigests(0)
+        self.base_epoch: int | None = None
+        self._lag: dict[
+            int, Tensor | None
+        ] = {}  # by bucket: what brings the spare arena up to date, where that is known
+        self._changes: dict[int, Tensor | None] = {}  # of the update that is being received
 
-    def begin(self) -> None:
+    def begin(self, *, delta: bool = False) -> None:
         settle(self._home)
         self.drop()
         self._digests = StreamingDigests(len(self._binding.plan.specs))
+        self._changes = {}
+        if not delta:
+            self._lag = {}
 
     def adopt(self, lent: LentArena) -> bool:
         plan = self._binding.plan
@@ -173,19 +198,37 @@ class StagedLoader:
 
     def target(self, bucket: Bucket) -> Tensor:
         if not self._bounces:
+            self._lag.pop(bucket.index, None)
             return self._own().place(bucket)
         if self._bounce is None:
             self._bounce = _Bounce(self._binding.plan.largest_bucket, self.device)
         return self._bounce.target(bucket)
 
     def take(self, bucket: Bucket, buffer: Tensor) -> None:
+        self._lag.pop(bucket.index, None)
         self._own().put(bucket, buffer)
         hash_bucket(self._binding.plan, bucket, buffer, self._digests)
+
+    def take_changes(self, bucket: Bucket, message: Tensor | None) -> None:
+        assert self._live is not None
+        plan = self._binding.plan
+        runs = grain_of(plan, bucket).runs
+        changed = [] if message is None else read(message, runs)
+        place = self._own().place(bucket)
+        if bucket.index not in self._lag:
+            place.copy_(self._live.place(bucket))
+        elif (lag := self._lag.pop(bucket.index)) is not None:
+            apply(lag, runs, place)
+        for each in changed:
+            each.write(place[each.run.start : each.run.stop])
+        self._changes[bucket.index] = message
+        hash_bucket(plan, bucket, place, self._digests)
 
     def digest(self) -> str:
         return self._binding.plan.digest_of(self._digests.result())
 
     def commit(self) -> None:
+        self.base_epoch = None  # until it is whole
         arena = self._own()
         if self._adopted is not None:
             self._installed.lent.append(
@@ -206,6 +249,8 @@ class StagedLoader:
         settle(self._home)
         self._spare = None if arena.lent or self._live is None or self._live.lent else self._live
         self._live = arena
+        self._lag = self._changes if self._spare is not None else {}
+        self._changes = {}
         self._installed.let_go()
 
     def _may_point_elsewhere(self, tensor: Tensor) -> bool:
@@ -218,6 +263,7 @@ class StagedLoader:
 
     def discard(self) -> None:
         self.drop()
+        self._lag = {}
         self._spare = self._bounce = None
 
 
@@ -293,12 +339,14 @@ class InPlaceLoader:
         self._binding = binding
         self._home = home_of(binding.tensors)
         self.device = device
+        self.base_epoch: int | None = None
         self._bounce: _Bounce | None = None
         self._digests = StreamingDigests(0)
 
-    def begin(self) -> None:
+    def begin(self, *, delta: bool = False) -> None:
         settle(self._home)
         self._binding.check_memory(self._binding.tensors)
+        self.base_epoch = None  # until it is whole
         self._digests = StreamingDigests(len(self._binding.plan.specs))
 
     def adopt(self, lent: LentArena) -> bool:
@@ -317,6 +365,33 @@ class InPlaceLoader:
         hash_bucket(self._binding.plan, bucket, buffer, self._digests)
         unpack(self._binding.plan, bucket, buffer, self._binding.targets)
         unpack_shards(self._binding.plan, bucket, buffer, self._binding.shards)
+
+    def take_changes(self, bucket: Bucket, message: Tensor | None) -> None:
+        changed = [] if message is None else read(message, grain_of(self._binding.plan, bucket).runs)
+        self.touched = self.touched or bool(changed)
+        for part in (*bucket.whole_pieces, *bucket.pieces):
+            start, stop = part.offset, part.offset + part.stop - part.start
+            of_part = [
+                each.within(start, stop) for each in changed if each.run.start <= start and stop <= each.run.stop
+            ]
+            self._change(replace(part, offset=0), of_part)
+
+    def _change(self, part: Piece, changed: Sequence[Changed]) -> None:
+        """Write what differs in a tensor, or in a part of one, and hash all of that."""
+        plan, (first, *others) = self._binding.plan, self._binding.targets[part.tensor]
+        nbytes = part.stop - part.start
+        alone = Bucket(0, 0, nbytes, (), (), (part,))
+        own = flat_bytes(first, "cpu")
+        flat = torch.empty(nbytes, dtype=torch.uint8) if own is None else own[part.start : part.stop]
+        if own is None:
+            pack(plan, alone, {part.tensor: first}, flat)
+        for each in changed:
+            each.write(flat)
+        if own is None and changed:
+            unpack(plan, alone, flat, {part.tensor: [first]})
+        if others:
+            unpack(plan, alone, flat, {part.tensor: others})
+        hash_bucket(plan, alone, flat, self._digests)
 
     def digest(self) -> str:
         return self._binding.plan.digest_of(self._digests.result())

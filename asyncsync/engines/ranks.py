@@ -194,6 +194,8 @@ def _join(statuses: Sequence[EngineStatus]) -> EngineStatus:
         gives=False,
         control_group=all(status.control_group for status in statuses),
         released=tuple(sorted({tag for status in statuses for tag in status.released})),
+        base_epoch=front.base_epoch if len({status.base_epoch for status in statuses}) == 1 else None,
+        no_deltas=next((status.no_deltas for status in statuses if status.no_deltas is not None), None),
     )
 
 

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import anyio
+import torch
 from torch import Tensor
 
 from asyncsync import cluster
@@ -26,7 +27,8 @@ from asyncsync.guard import MemorySaverGuard, memory_saver_guard
 from asyncsync.messages import Contacts, Rendezvous, UpdateOrder
 from asyncsync.sending import wait
 from asyncsync.threads import RenewedThread
-from asyncsync.transports.base import QUIET_TIMEOUT, Link
+from asyncsync.transports.base import QUIET_TIMEOUT, LentArena, Link
+from asyncsync.transports.envelopes import Content, Inbox
 from asyncsync.transports.memory_files import shared_nbytes
 from asyncsync.transports.seat import Seat
 from asyncsync.transports.stored import FetchingLink
@@ -65,6 +67,11 @@ class Session:
     def take(self, bucket: Bucket, buffer: Tensor) -> None:
         """Take one that has arrived."""
         self.loader.take(bucket, buffer)
+        self.arrived += 1
+
+    def take_changes(self, bucket: Bucket, message: Tensor | None) -> None:
+        """Take what differs in one from the update in service."""
+        self.loader.take_changes(bucket, message)
         self.arrived += 1
 
 
@@ -271,13 +278,23 @@ def receive_buckets(session: Session) -> str:
     sources = max(1, len(plan.parts))
     if len(links) not in (1, sources):
         raise OutOfStepError(f"the order names {len(links)} groups, and there are {sources} sources")
-    loader.begin()
+    loader.begin(delta=session.order.against is not None)
     parts = plan.parts if len(links) > 1 else (plan,)
     starts = list(itertools.accumulate((part.arena_nbytes for part in parts), initial=0))
     lent = [
         link.arena(session.order.epoch, shared_nbytes(part), session.stop)
         for link, part in zip(links, parts, strict=True)
     ]
+    if session.order.against is not None:
+        read = [one for one in lent if one is not None]
+        inboxes = [
+            Inbox(link, len(part.buckets), one, part.arena_nbytes, session.stop)
+            for link, part, one in zip(links, parts, lent, strict=True)
+        ]
+        for bucket in plan.buckets:
+            source = bucket.source if len(links) > 1 else 0
+            take_envelope(session, bucket, inboxes[source], bucket.start - starts[source], lent[source] is not None)
+        return _all_taken(session, read)
     # What is not adopted is let go of as soon as all was copied in; if that fails, by the end of the link.
     read = [one for one in lent if one is not None and not loader.adopt(one)]
     on_the_way: deque[tuple[Bucket, Tensor, object]] = deque()
@@ -302,8 +319,39 @@ def receive_buckets(session: Session) -> str:
         on_the_way.append((bucket, buffer, link_of(bucket).start_receive(buffer)))
     while on_the_way:
         take_oldest()
+    return _all_taken(session, read)
+
+
+def take_envelope(session: Session, bucket: Bucket, inbox: Inbox, start: int, lent: bool) -> None:
+    """Take the next bucket of an update of which what differs is sent. Blocks.
+
+    Args:
+        session: What is received, and where it goes.
+        bucket: The bucket.
+        inbox: Where it comes from.
+        start: Where it lies in the source's arena.
+        lent: Whether it comes to lie in memory of the source's.
+    """
+
+    def buffer_for(content: Content, nbytes: int) -> Tensor:
+        whole = content is Content.WHOLE
+        return session.loader.target(bucket) if whole else torch.empty(nbytes, dtype=torch.uint8)
+
+    try:
+        content, body = inbox.receive(bucket.nbytes, start, buffer_for)
+        if content is Content.WHOLE:
+            assert body is not None
+            session.take(bucket, body)
+        else:
+            session.take_changes(bucket, body.clone() if lent and body is not None else body)
+    except TransferError as error:
+        error.bucket = bucket.index
+        raise
+
+
+def _all_taken(session: Session, read: Sequence[LentArena]) -> str:
     for one in read:
         one.let_go()
-    for link in links:
+    for link in session.links:
         link.finish()
-    return loader.digest()
+    return session.loader.digest()

@@ -140,6 +140,8 @@ class ServedModule:
             gives=not shards,
             paused=self._paused_for is not None or self._switching,
             released=tuple(sorted(released)),
+            base_epoch=self._base_epoch if binding is not None else None,
+            no_deltas="it holds shards of its weights" if shards else None,
         )
         session = self.receiver.session
         if session is not None and session.loader.touched and status.tainted is None:
@@ -184,6 +186,8 @@ class ServedModule:
             raise OutOfStepError("the module's tensors were replaced since the layout was agreed on")
         plan = self.receiver.check(order, None if binding is None else binding.plan)
         slept = bool(self._refuse_asleep(order))
+        if order.against is not None and order.against != self._base_epoch:
+            raise OutOfStepError("this engine does not hold (any more) what the update was compared with")
         if binding is not None and binding.partial and self._lost_weights:
             raise EngineError(
                 "its weights were released with no copy kept, and this update brings only some of them (partial=True): "
@@ -307,8 +311,16 @@ class ServedModule:
         released = self._memory.released
         if WEIGHTS in released and not self._keeps_weights():
             self._lost_weights = True
+            if self._loader is not None:
+                self._loader.base_epoch = None
             self.record.lose(all_names(self._plan))
         return released
+
+    @property
+    def _base_epoch(self) -> int | None:
+        """The update whose bytes are all here, to apply what differs to."""
+        asleep = WEIGHTS in self._look_at_memory()
+        return None if asleep or self._loader is None else self._loader.base_epoch
 
     def check_awake(self) -> None:
         """Refuse to generate with what is not there.
@@ -408,6 +420,8 @@ class ServedModule:
             except BaseException:
                 self.record.taint(f"update {session.order.version} could not be loaded", names)
                 raise
+            if self._binding is not None and not self._binding.shards:
+                session.loader.base_epoch = session.order.epoch
             self._worker.submit(self._installed.tidy)
             self._stale_cache = True
             self._lost_weights = self._lost_weights and self._binding is not None and self._binding.partial

@@ -23,6 +23,7 @@ from torch import Tensor
 from asyncsync.buckets import Plan
 from asyncsync.errors import OutOfStepError
 from asyncsync.report import format_bytes
+from asyncsync.transports.envelopes import ENVELOPE
 from asyncsync.transports.host_memory import available_memory
 
 SETS = 2
@@ -43,8 +44,11 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 def shared_nbytes(plan: Plan) -> int:
-    """How long a file must be for the weights of a plan; none is empty, for that could not be mapped."""
-    return max(1, plan.arena_nbytes)
+    """How long a file must be for the weights of a plan, and an envelope for each bucket.
+
+    None is empty, for that could not be mapped.
+    """
+    return max(1, plan.arena_nbytes + ENVELOPE * len(plan.buckets))
 
 
 def this_node() -> str:

@@ -89,6 +89,8 @@ class WorkerRank:
             partial=self._layout is not None and self._layout[1],
             paused=self._pause.paused,
             released=tuple(sorted(released)),
+            base_epoch=self._store.base_epoch,
+            no_deltas=None,
         )
 
     async def released_memory(self) -> Mapping[str, bool]:
@@ -110,6 +112,7 @@ class WorkerRank:
     async def accept_layout(self, layout: Layout) -> None:
         """See :meth:`asyncsync.RolloutEngine.accept_layout`."""
         self._layout = await self._worker.run(self._check, layout), layout.partial
+        self._store.base_epoch = None
 
     def _check(self, layout: Layout) -> Plan:
         plan = layout.agreed_plan()
@@ -138,8 +141,12 @@ class WorkerRank:
                 "its weights were dropped as it slept (level 2), and this update brings only some of them "
                 "(partial=True): let it sleep at level 1, or send all"
             )
+        if order.against is not None and order.against != self._store.base_epoch:
+            raise OutOfStepError("this engine does not hold (any more) what the update was compared with")
         await self._worker.run(self._overtake, order.epoch)
-        return EngineReceipt(digest=await self._receiver.receive(order, plan, self._loader_for))
+        digest = await self._receiver.receive(order, plan, self._loader_for)
+        self._store.base_epoch = order.epoch
+        return EngineReceipt(digest=digest)
 
     async def abort_weight_update(self, epoch: int, published: int | None) -> EngineStatus:
         """See :meth:`asyncsync.RolloutEngine.abort_weight_update`. A load that has begun comes to its end."""
