@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -55,10 +56,11 @@ async def held_up(engines: list[ToldEngine], call: str = "receive_weights") -> A
 
 @BOTH
 @OVER
+@pytest.mark.parametrize("delta", [False, True], ids=["whole", "deltas"])
 async def test_engines_get_every_kind_of_tensor_as_it_was_when_the_update_was_started(
-    staged: bool, transport: TransportChoice
+    staged: bool, transport: TransportChoice, delta: bool
 ) -> None:
-    async with synced(staged=staged, transport=transport) as (trainer, engines, synchronizer):
+    async with synced(staged=staged, transport=transport, delta=delta) as (trainer, engines, synchronizer):
         for version in range(1, 5):
             change(trainer)
             was = contents(trainer)
@@ -73,11 +75,23 @@ async def test_engines_get_every_kind_of_tensor_as_it_was_when_the_update_was_st
             assert done is await update
             assert done.version == version
             assert {outcome.transport for outcome in done.outcomes} == {transport}
+            assert {outcome.delta for outcome in done.outcomes} == {delta and version > 1}
             assert done.seconds["snapshot"] > 0
             assert [contents(engine.module) == was for engine in engines] == [True, True]
             assert not rank_of(synchronizer)._held
         await synchronizer.update_weights()
         assert [holds(engine, trainer) for engine in engines] == [True, True]
+
+
+@BOTH
+async def test_what_is_fetched_from_a_folder_is_the_copy(staged: bool, tmp_path: Path) -> None:
+    async with synced(staged=staged, transport="folder", folder=tmp_path) as (trainer, engines, synchronizer):
+        for _ in range(3):
+            was = contents(trainer)
+            update = await synchronizer.start_update()
+            change(trainer)
+            await update
+            assert [contents(engine.module) == was for engine in engines] == [True, True]
 
 
 async def test_the_copy_lies_where_engines_map_it_and_is_the_only_one() -> None:
