@@ -198,7 +198,7 @@ def test_as_many_run_together_as_there_is_memory_for() -> None:
         others = [entry.name for heat in found for entry in heat[2:]]
         assert others == [entry.name for entry in everyone if entry.name not in always]
         for heat in found:
-            sets = measuring.PLACE_SETS + sum(entry.sets for entry in heat)
+            sets = entries.PLACE_SETS + sum(entry.sets for entry in heat)
             assert len(heat) == 3 or sets * layout.nbytes <= memory
     assert len(found) == 1
     assert len(measuring.heats(everyone, layout, 2**20)) == len(everyone) - 2
