@@ -669,13 +669,13 @@ async def test_a_full_memory_is_told_before_anything_or_a_broadcast_does_it(
     async with synced(staged=False, transport=transport) as (trainer, engines, synchronizer):
         sets_of(synchronizer)._available = lambda: 1000
         if transport == "shared":
-            with pytest.raises(ConnectError, match=r"needs 10\.6 kB, and there is 1 kB of memory left"):
+            with pytest.raises(ConnectError, match=r"needs 10\.8 kB, and there is 1 kB of memory left"):
                 await synchronizer.update_weights()
             assert not {"pause_generation", "receive_weights"} & set(engines[0].calls)
         else:
             with caplog.at_level(logging.WARNING, "asyncsync"):
                 update = await synchronizer.update_weights()
-            assert "10.6 kB" in caplog.text
+            assert "10.8 kB" in caplog.text
             assert {outcome.transport for outcome in update.outcomes} == {"broadcast"}
             assert all(holds(engine, trainer) for engine in engines)
             sets_of(synchronizer)._available = lambda: None
