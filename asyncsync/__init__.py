@@ -45,8 +45,10 @@ from asyncsync.lock import RolloutLock
 from asyncsync.masters import MasterWeights
 from asyncsync.memory_saver.status import MemorySaverStatus, memory_saver_status
 from asyncsync.messages import Contacts, EngineStatus, Layout, Policy, Rendezvous, UpdateOrder
+from asyncsync.reading import PublishedWeights, read_weights
 from asyncsync.report import EngineOutcome, EngineState, EngineStatistics, SynchronizerStatistics, WeightUpdate
 from asyncsync.shared_lock import SharedRolloutLock
+from asyncsync.started import StartedUpdate
 from asyncsync.synchronizer import WeightSynchronizer
 from asyncsync.trainer import TrainerRank
 from asyncsync.weights import GatheredWeights
@@ -103,12 +105,14 @@ __all__ = [
     "OutOfStepError",
     "PlanError",
     "Policy",
+    "PublishedWeights",
     "Rendezvous",
     "RolloutEngine",
     "RolloutLock",
     "SGLangActor",
     "SGLangEngine",
     "SharedRolloutLock",
+    "StartedUpdate",
     "SynchronizerStatistics",
     "TaintedEngineError",
     "TrainerError",
@@ -125,5 +129,6 @@ __all__ = [
     "WeightVersionSpan",
     "memory_saver_guard",
     "memory_saver_status",
+    "read_weights",
     "remote",
 ]

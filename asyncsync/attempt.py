@@ -9,7 +9,7 @@ from asyncsync.buckets import joint_digest
 from asyncsync.clock import UpdateClock
 from asyncsync.errors import TrainerError, WeightUpdateError, WeightUpdateTimeoutError, what_was_said
 from asyncsync.fleet import Fleet, Member
-from asyncsync.messages import EngineStatus, SendReceipt, Transport, UpdateOrder
+from asyncsync.messages import STORES, EngineStatus, SendReceipt, Transport, UpdateOrder
 from asyncsync.report import EngineOutcome, EngineState, WeightUpdate
 
 
@@ -24,6 +24,7 @@ class Orders:
         checks: For each engine that compares checksums: its own keys, each with the key of the same one at the sources.
         transports: What the bytes go through to each engine.
         seats: Whose each place in a group is, by the group's name and the rank in it, but for the sources'.
+        publishes: Whether the sources write to a folder, where the version is to be published.
         deltas: The engines that get what differs from an earlier update, and not whole buckets.
     """
 
@@ -33,6 +34,7 @@ class Orders:
     checks: Mapping[Member, Mapping[str, str]]
     transports: Mapping[Member, Transport]
     seats: Mapping[tuple[str, int], Member]
+    publishes: bool = False
     deltas: frozenset[Member] = frozenset()
 
 
@@ -60,6 +62,8 @@ class Attempt:
         replaced: Whether an engine turned out to be another process than it was.
         finishing: Whether engines were told to switch to the new version.
         switched: Whether one has, as far as is known.
+        untold: Engines that were to fetch, and were not told yet where: they wait for nobody, and hold nobody up.
+        unpublished: Why the version was not published in the folder, if it was to be.
         undone: Whether both ends were told that it has failed.
         outcomes: What became of each engine so far.
     """
@@ -76,6 +80,8 @@ class Attempt:
         )
         self.sent: Sequence[SendReceipt] = ()
         self.digests: dict[Member, str] = {}
+        self.untold = {member for member in engines if orders.transports.get(member) in STORES}
+        self.unpublished: Exception | None = None
         self.undone = False
         self.left: Collection[Member] = ()
         self.lost: dict[Member, Exception] = {}
@@ -161,7 +167,8 @@ class Attempt:
         """The engines that had received the least, if others had received more: those may have waited for them."""
         least = min(self.received.values(), default=None)
         slow = [member for member, received in self.received.items() if received == least]
-        return slow if len(slow) < len(self.received) == len(self.fleet.members) else []
+        told = len(self.fleet.members) - len(self.untold)
+        return slow if len(slow) < len(self.received) == told else []
 
     def reached_all_but(self, members: Collection[Member]) -> bool:
         """Whether the new version is out, and in all engines but these; at least one has it."""

@@ -18,7 +18,7 @@ from asyncsync.engines.base import EngineReceipt, GivingEngine
 from asyncsync.errors import EngineError, TransferError, WeightUpdateError, WeightUpdateTimeoutError
 from asyncsync.fanout import race, settle
 from asyncsync.fleet import LATE_TIMEOUT, Fleet, Member
-from asyncsync.messages import PEER, EngineStatus, Policy, Rendezvous, UpdateOrder
+from asyncsync.messages import PEER, EngineStatus, Policy, Rendezvous, Store, UpdateOrder
 from asyncsync.shield import CLEANUP_TIMEOUT, shielded
 from asyncsync.transports.forming import form_group
 
@@ -87,10 +87,12 @@ async def catch_up(
             giving = await giver.call(lambda engine: engine.describe_engine(), min(CLEANUP_TIMEOUT, timeout / 4))
             if not giving.gives or giving.world_size > 1 or not holds(giving, published):
                 continue
+            if (store := connection.store_of(joiner, status)) is not None and store not in giving.stores:
+                continue
             share = timeout / 2  # if it hangs, there is time for another
             try:
                 async with asyncio.timeout(share) as limit:
-                    await _give(giver, giving, joiner, status, published, connection, policy, share)
+                    await _give(giver, giving, joiner, status, published, connection, policy, share, store)
             except TimeoutError as error:
                 if not limit.expired():
                     raise
@@ -123,12 +125,16 @@ async def _give(
     connection: Connection,
     policy: Policy,
     timeout: float,
+    store: Store | None,
 ) -> None:
+    members = {giver: giving} if store is not None else {giver: giving, joiner: taking}
     rendezvous = Rendezvous(
         connection=secrets.token_hex(16),
         backend=connection.choose_backend([giving, taking]),
+        transport=store or "broadcast",
+        folder=connection.folder or "" if store == "folder" else "",
         rank=0,
-        world_size=1 + taking.world_size,
+        world_size=sum(status.world_size for status in members.values()),
         join_timeout=min(JOIN_TIMEOUT, timeout),
         operation_timeout=min(OPERATION_TIMEOUT, timeout),
         source=PEER,
@@ -146,21 +152,35 @@ async def _give(
     given = replace(order, version=giving.weight_version or 0)  # the number that it knows them by
     done = False
     try:
-        ends = engine_ends({giver: giving, joiner: taking}, rendezvous, first_rank=0, timeout=rendezvous.join_timeout)
+        ends = engine_ends(members, rendezvous, first_rank=0, timeout=rendezvous.join_timeout)
         await form_group(ends)
         await joiner.call(lambda engine: engine.pause_generation(order.epoch, policy))
-        receipts = await race(
-            {
-                giver: giver.call(lambda engine: cast("GivingEngine", engine).give_weights(given)),
-                joiner: joiner.call(lambda engine: engine.receive_weights(order)),
-            }
-        )
+        giving_away = giver.call(lambda engine: cast("GivingEngine", engine).give_weights(given))
+        if store is not None:
+            receipts = await _fetched(giver, giving_away, joiner, order)
+        else:
+            receipts = await race(
+                {giver: giving_away, joiner: joiner.call(lambda engine: engine.receive_weights(order))}
+            )
         _compare(receipts, published)
         await joiner.call(lambda engine: engine.finish_weight_update(order))
         await joiner.call(lambda engine: engine.resume_generation(order.epoch))
         done = True
     finally:
         await shielded(_part(giver, joiner, order, done=done))
+
+
+async def _fetched(
+    giver: Member, giving_away: Awaitable[EngineReceipt], joiner: Member, order: UpdateOrder
+) -> dict[Member, EngineReceipt]:
+    """One after the other: what the joiner fetches must be there."""
+    given = await giving_away
+    order = replace(order, stored=tuple(given.stored[name] for name in order.connections))
+    try:
+        return {giver: given, joiner: await joiner.call(lambda engine: engine.receive_weights(order))}
+    finally:
+        for stored in order.stored:
+            stored.objects.clear()
 
 
 def _compare(receipts: dict[Member, EngineReceipt], published: Published) -> None:

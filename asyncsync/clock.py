@@ -9,7 +9,15 @@ import anyio
 
 from asyncsync.errors import WeightUpdateError, WeightUpdateTimeoutError
 
-SHARES = {"describe": 0.25, "connect": 0.25, "transfer": 0.5, "drain": 0.5, "pause": 0.25, "finish": 0.25}
+SHARES = {
+    "describe": 0.25,
+    "connect": 0.25,
+    "snapshot": 0.25,
+    "transfer": 0.5,
+    "drain": 0.5,
+    "pause": 0.25,
+    "finish": 0.25,
+}
 """The part of the update's timeout that a phase may take; the others may take what is left. None takes more than half:
 then there is time to do it again without an engine that did not answer."""
 

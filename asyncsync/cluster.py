@@ -15,11 +15,19 @@ import asyncio
 import inspect
 import warnings
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import ray
 from ray.actor import ActorClass, ActorHandle
-from ray.exceptions import RayActorError, RayError, RayTaskError, TaskCancelledError
+from ray.exceptions import (
+    ObjectStoreFullError,
+    OutOfDiskError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+    TaskCancelledError,
+)
 
 CONTROL_GROUP = "asyncsync"
 CONTROL_CONCURRENCY = 16
@@ -27,6 +35,12 @@ _CONTROL_MARK = "__asyncsync_control__"
 
 ActorLostError = RayActorError
 """Raised by :func:`call` when the actor's process is gone, or was replaced while it ran."""
+
+NoRoomError = (ObjectStoreFullError, OutOfDiskError)
+"""Raised by :func:`put_object` when neither the store nor the disk that it spills to has room."""
+
+ObjectGoneError = RayError
+"""Raised in the place of an object that cannot be fetched (any more): its owner has died, say."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -228,6 +242,21 @@ async def start_actor(
 async def kill_actor(handle: Any) -> None:
     """End an actor's process at once."""
     await asyncio.to_thread(ray.kill, handle)
+
+
+def put_object(value: Any) -> Any:
+    """Put a value into the object store; returns a reference, which keeps it there. Blocks: never on an event loop.
+
+    Raises:
+        NoRoomError: There is no room for it.
+    """
+    return ray.put(value)
+
+
+def fetch_object(reference: Any) -> Future[Any]:
+    """Start to fetch an object; the result holds it as long as it lives itself. Does not block."""
+    fetched: Future[Any] = reference.future()
+    return fetched
 
 
 def send(handle: Any, method: str, *args: Any) -> Any:

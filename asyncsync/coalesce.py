@@ -6,6 +6,9 @@ nothing of the weights has been read. There is at most one round running and one
 IDLE -> RUNNING: a request, when no round runs. RUNNING -> RUNNING: a round ends and another waits. RUNNING -> IDLE: a
 round ends and none waits. A caller that is cancelled leaves its round; when the last one leaves, a round that has not
 begun is dropped, and a running one is cancelled and waited for.
+
+A run may have a first part after which some callers go on: those that *start* a round get their share in it when the
+work says that it is halfway, and await the outcome later.
 """
 
 from __future__ import annotations
@@ -28,9 +31,57 @@ _log = logging.getLogger("asyncsync")
 
 class _Round(Generic[T]):
     def __init__(self) -> None:
-        self.outcome: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        self.outcome: asyncio.Future[T] = loop.create_future()
+        self.halfway: asyncio.Future[None] = loop.create_future()
         self.callers = 0
+        self.started = False  # whether some caller waits for the first part
         self.task: asyncio.Task[None] | None = None
+
+
+class Share(Generic[T]):
+    """A caller's share in a round, until it leaves.
+
+    Args:
+        round_: The round.
+        abandon: Called when the last caller has left a round that has no outcome yet.
+    """
+
+    def __init__(self, round_: _Round[T], abandon: Callable[[_Round[T]], Awaitable[None]]) -> None:
+        self._round = round_
+        self._abandon = abandon
+        self._left = False
+        round_.callers += 1
+
+    @property
+    def done(self) -> bool:
+        """Whether the round has its outcome."""
+        return self._round.outcome.done()
+
+    async def halfway(self) -> None:
+        """Wait until the first part is over.
+
+        Raises:
+            Exception: The round has ended before that, with this.
+        """
+        await asyncio.wait((self._round.halfway, self._round.outcome), return_when=asyncio.FIRST_COMPLETED)
+        if self.done:
+            await self.outcome()
+
+    async def outcome(self) -> T:
+        """Wait for the outcome. Cancelled, it leaves."""
+        try:
+            return await asyncio.shield(self._round.outcome)
+        finally:
+            await self.leave()
+
+    async def leave(self) -> None:
+        """Have no share any more. A second call does nothing."""
+        if not self._left:
+            self._left = True
+            self._round.callers -= 1
+            if self._round.callers == 0 and not self._round.outcome.done():
+                await self._abandon(self._round)
 
 
 class Coalescer(Generic[T]):
@@ -65,6 +116,25 @@ class Coalescer(Generic[T]):
             ClosedError: It was closed, before or meanwhile.
             Exception: Whatever the work raised; every caller of the round gets it.
         """
+        return await self._join().outcome()
+
+    async def start(self) -> Share[T]:
+        """Wait until a round that begins after this call is halfway; its outcome may be awaited later.
+
+        Raises:
+            ClosedError: It was closed, before or meanwhile.
+            Exception: Whatever the work raised before that.
+        """
+        share = self._join()
+        share._round.started = True
+        try:
+            await share.halfway()
+        except BaseException:
+            await share.leave()
+            raise
+        return share
+
+    def _join(self) -> Share[T]:
         if self._closed:
             raise ClosedError("closed: no more updates")
         round_ = self._next
@@ -72,13 +142,17 @@ class Coalescer(Generic[T]):
             round_ = self._next = _Round()
             if self._running is None:
                 self._begin()
-        round_.callers += 1
-        try:
-            return await asyncio.shield(round_.outcome)
-        finally:
-            round_.callers -= 1
-            if round_.callers == 0 and not round_.outcome.done():
-                await self._abandon(round_)
+        return Share(round_, self._abandon)
+
+    @property
+    def started(self) -> bool:
+        """Of the round that runs: whether some caller waits for its first part only."""
+        return self._running is not None and self._running.started
+
+    def halfway(self) -> None:
+        """The first part of the round that runs is over."""
+        if self._running is not None and not self._running.halfway.done():
+            self._running.halfway.set_result(None)
 
     async def aclose(self) -> None:
         """Refuse new requests, drop the round that waits, cancel the one that runs, and wait for its end."""

@@ -12,7 +12,9 @@ engine has left is formed anew of those that remain and those that join. As each
 are only so many: beyond that, all are made one. An engine that takes another kind of group is alone in it.
 
 Which way the bytes go to each engine is chosen by where it is: through memory that the source shares, if it is on the
-node of all sources and there is enough; else through the broadcast. Those of one way are a cohort.
+node of all sources and there is enough; else through the broadcast; unless a way was named. Those of one way are a
+cohort. Engines that fetch from a store are in no group: of their cohort only sources have an end, and whoever joins it
+costs no connecting.
 """
 
 from __future__ import annotations
@@ -20,9 +22,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Awaitable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal, cast
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, TypeAlias, cast, get_args
 
 from asyncsync.attempt import Orders
 from asyncsync.buckets import TensorSpec, joint_digest, refuse_rivals
@@ -33,6 +35,7 @@ from asyncsync.errors import ConnectError, EngineError, PlanError
 from asyncsync.fanout import race, settle
 from asyncsync.fleet import LATE_TIMEOUT, PATIENCE, Fleet, Member, combine_errors
 from asyncsync.messages import (
+    STORES,
     Backend,
     ChecksumPart,
     Checksums,
@@ -43,6 +46,7 @@ from asyncsync.messages import (
     ReadOptions,
     Rendezvous,
     SendReceipt,
+    Store,
     TrainerStatus,
     Transport,
     UpdateOrder,
@@ -66,7 +70,13 @@ NO_GROUP = ""
 
 BackendChoice = Literal["auto"] | Backend
 
-TransportChoice = Literal["auto", "shared", "broadcast"]
+TransportChoice = Literal["auto", "shared", "broadcast"] | Store
+
+TRANSPORTS: tuple[str, ...] = (*get_args(Literal["auto", "shared", "broadcast"]), *STORES)
+"""All choices there are."""
+
+TransportsChoice: TypeAlias = TransportChoice | Callable[[Any], TransportChoice]
+"""One for all engines, or a function from an engine, as it was given, to its own."""
 
 _log = logging.getLogger("asyncsync")
 
@@ -80,7 +90,7 @@ class Cohort:
         engines: What identified each engine, with its number of ranks, when it was connected.
         sources: What identified each source.
         backend: Of the groups.
-        transport: Of the groups.
+        transport: Of the groups; of a store only the sources have an end, and engines are in none of them.
     """
 
     connections: tuple[str, ...]
@@ -92,6 +102,8 @@ class Cohort:
     @property
     def seats(self) -> Mapping[tuple[str, int], Member]:
         """Whose each rank in each of the groups is; rank 0 is the source's."""
+        if self.transport in STORES:
+            return {}
         ranks = [member for member, (_, ranks) in self.engines.items() for _ in range(ranks)]
         return {(name, rank): member for name in self.connections for rank, member in enumerate(ranks, start=1)}
 
@@ -103,10 +115,14 @@ class Cohort:
         transports: Mapping[Member, Transport],
     ) -> bool:
         """Whether every end is still who it was, and in the groups that it is to be in."""
+        same_sources = self.sources == _identities(sources) and all(
+            name in source.connections for name, source in zip(self.connections, sources, strict=True)
+        )
+        if self.transport in STORES:
+            return same_sources
         return (
             self.backend == backend
-            and self.sources == _identities(sources)
-            and all(name in source.connections for name, source in zip(self.connections, sources, strict=True))
+            and same_sources
             and all(
                 member in engines
                 and transports[member] == self.transport
@@ -115,6 +131,26 @@ class Cohort:
                 for member, identity in self.engines.items()
             )
         )
+
+    def of(self, engines: Mapping[Member, EngineStatus], transports: Mapping[Member, Transport]) -> Cohort:
+        """Itself; that of a store is of whoever fetches from there now."""
+        if self.transport not in STORES:
+            return self
+        fetching = {member: status for member, status in engines.items() if transports[member] == self.transport}
+        return replace(self, engines={member: _identity(status) for member, status in fetching.items()})
+
+
+@dataclass(slots=True)
+class SnapshotName:
+    """The snapshot that the weights of one update come from, however often it is tried.
+
+    Attributes:
+        name: Random: two conductors never use the same.
+        taken: Whether sources have it.
+    """
+
+    name: str = field(default_factory=lambda: secrets.token_hex(8))
+    taken: bool = False
 
 
 class Connection:
@@ -126,12 +162,14 @@ class Connection:
         partial: Whether engines may hold names that are not sent.
         backend: The groups' backend; ``"auto"`` is NCCL if every weight is on a GPU, else gloo.
         transport: How the bytes are to come to engines; ``"auto"`` is through shared memory where that can be.
+        folder: Where every version is written, for engines that fetch it there, and for other readers.
         policy: What is done with requests in flight.
         wake: Whether engines that sleep may be woken by an update.
         timeout: Seconds for an operation of a group.
 
     Attributes:
         layout: What was agreed on last.
+        folder: Where every version is written.
     """
 
     def __init__(
@@ -141,7 +179,8 @@ class Connection:
         options: ReadOptions,
         partial: bool,
         backend: BackendChoice,
-        transport: TransportChoice,
+        transport: TransportsChoice,
+        folder: str | None = None,
         policy: Policy,
         wake: bool,
         timeout: float,
@@ -151,6 +190,7 @@ class Connection:
         self._partial = partial
         self._backend = backend
         self._transport = transport
+        self.folder = folder
         self._policy = policy
         self._wake = wake
         self._timeout = timeout
@@ -193,7 +233,13 @@ class Connection:
         self._engines = None
 
     async def agree(
-        self, clock: UpdateClock, fleet: Fleet, *, base_epoch: int | None, version: int
+        self,
+        clock: UpdateClock,
+        fleet: Fleet,
+        *,
+        base_epoch: int | None,
+        version: int,
+        snapshot: SnapshotName | None = None,
     ) -> tuple[Orders, Mapping[Member, EngineStatus]]:
         """Read the trainer's layout, have the engines accept it, and connect whatever is not.
 
@@ -202,6 +248,7 @@ class Connection:
             fleet: The engines.
             base_epoch: The attempt that made the published version.
             version: The last version known here.
+            snapshot: The snapshot that sources are to take, or have taken and send; None: they send what is there.
 
         Returns:
             The orders for an update that may now begin, and how each engine is.
@@ -212,6 +259,7 @@ class Connection:
             EngineError: An engine failed; several of them as an EngineErrorGroup.
             TrainerError: The trainer failed.
         """
+        self._options = replace(self._options, snapshot=snapshot.name if snapshot and snapshot.taken else None)
         if not self.in_step(fleet):
             self._engines = None
             self._engines = await self._ask_and_connect(clock, fleet)
@@ -243,6 +291,7 @@ class Connection:
                 connections=tuple(cohort.connections[number] for cohort in self._cohorts),
                 plan_digest=plan,
                 checksums=checksums,
+                snapshot=snapshot.name if snapshot else None,
                 against=against,
                 deltas=tuple(cohort.connections[number] for cohort in comparing),
             )
@@ -260,7 +309,8 @@ class Connection:
         seats = {seat: member for cohort in self._cohorts for seat, member in cohort.seats.items()}
         transports = {member: cohort.transport for cohort in self._cohorts for member in cohort.engines}
         deltas = frozenset(member for cohort in comparing for member in cohort.engines)
-        return Orders(order, sources, received, checks, transports, seats, deltas), engines
+        publishes = any(cohort.transport == "folder" for cohort in self._cohorts)
+        return Orders(order, sources, received, checks, transports, seats, publishes, deltas), engines
 
     def _deltas(self, engines: Mapping[Member, EngineStatus]) -> tuple[int | None, Sequence[Cohort]]:
         """The update that the next is to be compared with, if any, and the cohorts that get only what differs.
@@ -279,7 +329,11 @@ class Connection:
         against = max((epoch for epoch in common if epoch is not None and epoch in known), default=None)
         if against is None:
             return None, ()
-        return against, [cohort for cohort, epochs in zip(self._cohorts, held, strict=True) if epochs == {against}]
+        return against, [
+            cohort
+            for cohort, epochs in zip(self._cohorts, held, strict=True)
+            if epochs == {against} and cohort.transport != "folder"  # what is published there is whole
+        ]
 
     def next_epoch(self, engines: Iterable[EngineStatus]) -> int:
         """An epoch newer than any that these engines have seen."""
@@ -304,7 +358,11 @@ class Connection:
         self._epoch = max(self._epoch, *(status.epoch for status in sources))
         self._bases = tuple(status.base_epochs for status in sources)
         unacquainted = [member for member, status in engines.items() if not is_acquainted(status, layout)]
-        standing = [cohort for cohort in self._cohorts if cohort.stands(sources, engines, backend, transports)]
+        standing = [
+            cohort.of(engines, transports)
+            for cohort in self._cohorts
+            if self._is_wanted(cohort.transport, transports) and cohort.stands(sources, engines, backend, transports)
+        ]
         groups = [cohort for cohort in standing if cohort.transport == "broadcast"]
         many = sum(transport == "broadcast" for transport in transports.values())
         if len(groups) >= MAX_COHORTS and sum(len(cohort.engines) for cohort in groups) < many:
@@ -315,13 +373,18 @@ class Connection:
             if not any(member in cohort.engines for cohort in standing)
         }
         checking = [member for member, status in engines.items() if status.checks]
-        if unacquainted or alone or checking or len(standing) < len(self._cohorts):
+        is_lacking = any(
+            self._is_wanted(store, transports) and all(cohort.transport != store for cohort in standing)
+            for store in STORES
+        )
+        if unacquainted or alone or checking or is_lacking or len(standing) < len(self._cohorts):
             with clock.phase("connect"):
                 await fleet.all(lambda engine: engine.accept_layout(layout), members=unacquainted)
                 self._wanted = await fleet.all(
                     lambda engine: cast("CheckedEngine", engine).wanted_checksums(), members=checking
                 )
                 await self._connect(clock, sources, standing, alone, backend, transports)
+        self._cohorts = tuple(standing) if len(standing) == len(self._cohorts) else self._cohorts
         strange = {member: replace(engines[member], base_epoch=None) for member in unacquainted}
         if self._options.delta and (reasons := {status.no_deltas for status in engines.values()} - {None}):
             _log.debug("some engines get whole buckets: %s", "; ".join(sorted(map(str, reasons))))
@@ -427,34 +490,86 @@ class Connection:
     def _choose_transports(
         self, sources: Sequence[TrainerStatus], engines: Mapping[Member, EngineStatus], backend: Backend
     ) -> Mapping[Member, Transport]:
-        """The way to each engine, by where it is.
+        """The way to each engine: as it was chosen, or by where it is.
 
         Raises:
-            ConnectError: Shared memory was asked for, and some of them cannot be reached by it.
+            ConnectError: One was named that some engines cannot be reached by.
         """
         transports: dict[Member, Transport] = {}
-        reasons: dict[str, list[str]] = {}
+        reasons: dict[tuple[str, str], list[str]] = {}
         for member, status in engines.items():
-            reason = self._why_not_shared(sources, status, backend)
-            transports[member] = "shared" if reason is None else status.transport
+            choice = self.choice(member)
+            if choice in STORES:
+                transports[member] = choice
+                reason = self._why_not_stored(choice, status)
+            else:
+                reason = self._why_not_shared(choice, sources, status, backend)
+                transports[member] = "shared" if reason is None else status.transport
             if reason is not None:
-                reasons.setdefault(reason, []).append(member.name)
-        told = [f"{', '.join(names)}: {reason}" for reason, names in reasons.items()]
-        if told and self._transport == "shared":
-            raise ConnectError(f'not every engine is reached by shared memory (transport="shared"): {"; ".join(told)}')
-        if told and self._transport == "auto":
+                reasons.setdefault((choice, reason), []).append(member.name)
+        told = [(choice, f"{', '.join(names)}: {reason}") for (choice, reason), names in reasons.items()]
+        if refused := [f'{text} (transport="{choice}")' for choice, text in told if choice in ("shared", *STORES)]:
+            raise ConnectError(f"not every engine is reached as it was asked for: {'; '.join(refused)}")
+        if others := [text for choice, text in told if choice == "auto"]:
             short = any(status.shortage for status in sources)
-            _log.log(logging.WARNING if short else logging.DEBUG, "a broadcast it is for %s", "; ".join(told))
+            _log.log(logging.WARNING if short else logging.DEBUG, "a broadcast it is for %s", "; ".join(others))
         return transports
 
-    def _why_not_shared(self, sources: Sequence[TrainerStatus], engine: EngineStatus, backend: Backend) -> str | None:
-        if self._transport == "broadcast":
+    def _is_wanted(self, transport: Transport, transports: Mapping[Member, Transport]) -> bool:
+        """Whether anything is to go this way; a folder is written for other readers, too."""
+        return transport in transports.values() or (transport == "folder" and self.folder is not None)
+
+    def choice(self, member: Member) -> TransportChoice:
+        """What was chosen for an engine.
+
+        Raises:
+            ConnectError: The function that chooses has failed, or did not choose anything there is.
+        """
+        if not callable(self._transport):
+            return self._transport
+        try:
+            choice = self._transport(member.handle)
+        except Exception as error:
+            why = f"no transport was chosen for {member.name}: {type(error).__name__}: {error}"
+            raise ConnectError(why) from error
+        if choice not in TRANSPORTS:
+            raise ConnectError(f"for {member.name} {choice!r} was chosen, and not one of {', '.join(TRANSPORTS)}")
+        return choice
+
+    def store_of(self, member: Member, status: EngineStatus) -> Store | None:
+        """What an engine is to fetch from, if it is to; None: it is sent what it gets.
+
+        Raises:
+            ConnectError: It cannot; or what chooses has failed.
+        """
+        choice = self.choice(member)
+        if choice not in STORES:
+            return None
+        if (reason := self._why_not_stored(choice, status)) is not None:
+            raise ConnectError(f'{member.name}: {reason} (transport="{choice}")', engine=member.name)
+        return choice
+
+    def _why_not_stored(self, store: Store, engine: EngineStatus) -> str | None:
+        if store == "folder" and self.folder is None:
+            return "folder= was not given"
+        if store in engine.stores:
+            return None
+        if store == "objects" and "folder" in engine.stores:
+            return "it takes no Ray objects (its process is not connected to Ray, or it is another program's)"
+        return (
+            f"it takes nothing from {'a folder' if store == 'folder' else 'the object store'}, only from its own groups"
+        )
+
+    def _why_not_shared(
+        self, choice: TransportChoice, sources: Sequence[TrainerStatus], engine: EngineStatus, backend: Backend
+    ) -> str | None:
+        if choice == "broadcast":
             return "a broadcast was asked for"
         if not engine.node or engine.transport != "broadcast":
             return "it takes no shared memory"
         if any(source.node != engine.node for source in sources):
             return "it is not on the trainer's node, or another user's there"
-        if backend == "nccl" and self._transport == "auto":
+        if backend == "nccl" and choice == "auto":
             return "all weights are on GPUs, and NCCL moves them"
         return next((source.shortage for source in sources if source.shortage is not None), None)
 
@@ -468,12 +583,15 @@ class Connection:
         transports: Mapping[Member, Transport],
     ) -> None:
         """Make cohorts of engines that are in none, beside those that stand."""
-        gone = [cohort for cohort in self._cohorts if cohort not in standing]
+        names = {cohort.connections for cohort in standing}
+        gone = [cohort for cohort in self._cohorts if cohort.connections not in names]
         self._cohorts = tuple(standing)  # until it is: a failed connect must not look like a connection (R13)
         if gone:
             await self._sources_leave([cohort.connections for cohort in gone])
         for transport, some in _cohorts_of(engines, transports):
             await self._connect_cohort(clock, sources, some, backend, transport)
+        if self.folder is not None and all(cohort.transport != "folder" for cohort in self._cohorts):
+            await self._connect_cohort(clock, sources, {}, backend, "folder")
 
     async def _connect_cohort(
         self,
@@ -484,25 +602,27 @@ class Connection:
         transport: Transport,
     ) -> None:
         connections = tuple(secrets.token_hex(16) for _ in sources)
+        joining = {} if transport in STORES else engines
         rendezvous = Rendezvous(
             connection="",
             backend=backend,
             transport=transport,
             rank=0,
-            world_size=1 + sum(status.world_size for status in engines.values()),
+            world_size=1 + sum(status.world_size for status in joining.values()),
             join_timeout=min(JOIN_TIMEOUT, clock.limit("connect")),
             operation_timeout=min(OPERATION_TIMEOUT, self._timeout),
+            folder=self.folder or "" if transport == "folder" else "",
         )
         try:
             # One source after the other, always in this order: no ends can wait for each other in a circle (R2).
             for number, (source, connection) in enumerate(zip(self._sources.all, connections, strict=True)):
-                await self._form(source, engines, replace(rendezvous, connection=connection, source=number))
+                await self._form(source, joining, replace(rendezvous, connection=connection, source=number))
         except BaseException:
-            await shielded(self._leave(connections, engines))
+            await shielded(self._leave(connections, joining))
             raise
         identities = {member: _identity(status) for member, status in engines.items()}
         self._cohorts += (Cohort(connections, identities, _identities(sources), backend, transport),)
-        way = "shared memory" if transport == "shared" else backend
+        way = {"broadcast": backend, "shared": "shared memory"}.get(transport, transport)
         _log.debug("connected %d engines to %d sources over %s", len(engines), len(sources), way)
 
     async def _form(self, source: Source, engines: Mapping[Member, EngineStatus], rendezvous: Rendezvous) -> None:
@@ -550,8 +670,8 @@ async def leave_groups(engine: RolloutEngine, connections: Sequence[str]) -> Non
 def _cohorts_of(
     engines: Mapping[Member, EngineStatus], transports: Mapping[Member, Transport]
 ) -> Iterator[tuple[Transport, Mapping[Member, EngineStatus]]]:
-    """Who shares a group. In one of vLLM's nothing has a timeout: an engine that fails would hang the others."""
-    kinds: tuple[Transport, ...] = ("broadcast", "shared")
+    """Who shares a group, or a store. In a group of vLLM's nothing has a timeout: who fails would hang the others."""
+    kinds: tuple[Transport, ...] = ("broadcast", "shared", *STORES)
     for kind in kinds:
         if together := {member: status for member, status in engines.items() if transports[member] == kind}:
             yield kind, together

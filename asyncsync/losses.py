@@ -152,6 +152,16 @@ class Losses:
             )
         return error
 
+    def unpublished(self, cause: Exception, update: WeightUpdate) -> WeightUpdateError:
+        """The error of an update that engines have got, and readers of the folder have not."""
+        error = TrainerError(f"engines serve version {update.version}, but {cause}")
+        error.__cause__ = cause
+        error.phase, error.weight_version = "publish", update.version
+        error.outcomes = self.merge(update.outcomes)
+        error.update = replace(update, outcomes=error.outcomes)
+        error.add_note("the next update publishes the weights of then")
+        return error
+
     @property
     def _causes(self) -> list[Exception]:
         return list({id(cause): cause for cause in self.errors.values()}.values())

@@ -12,7 +12,7 @@ import math
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 
@@ -30,10 +30,16 @@ NameMap: TypeAlias = Callable[[str], str | None]
 
 Backend: TypeAlias = Literal["gloo", "nccl"]
 
-Transport: TypeAlias = Literal["broadcast", "shared", "pynccl"]
+Store: TypeAlias = Literal["objects", "folder"]
+"""A place that a source first brings everything to, and that engines fetch it from: Ray's object store, or a folder."""
+
+Transport: TypeAlias = Literal["broadcast", "shared", "pynccl"] | Store
 """What kind of group: a process group; memory that the source shares with engines on its node; or a group of vLLM's,
 that its workers join by themselves, and that meets at a store of the source's. Members of the first two meet over the
-control plane."""
+control plane. Of a store there is only the source's end: no engine is in a group with it."""
+
+STORES: tuple[Store, ...] = ("objects", "folder")
+"""All of them."""
 
 Contacts: TypeAlias = dict[str, bytes]
 """What a group's members must know to reach others of them; made and read by the transport alone."""
@@ -83,6 +89,7 @@ class ReadOptions:
         whole_tensors: Whether buckets must hold whole tensors, of one dtype each.
         name_map: Applied to every name.
         dtype: Floating-point tensors are sent in this dtype.
+        snapshot: Of which snapshot; None: as they are now.
         delta: Whether to keep what was sent, in host memory, so that the next update can be compared with it.
     """
 
@@ -90,6 +97,7 @@ class ReadOptions:
     whole_tensors: bool = False
     name_map: NameMap | None = None
     dtype: torch.dtype | None = None
+    snapshot: str | None = None
     delta: bool = False
 
 
@@ -188,6 +196,7 @@ class EngineStatus:
             well.
         node: Where it is, all of its ranks, as :func:`~asyncsync.transports.memory_files.this_node` tells; empty if it
             takes no shared memory.
+        stores: What it can fetch weights from that nobody sends it.
         policies: What it can do with requests in flight.
         cannot: Why it cannot do others, where that can be changed.
         world_size: How many ranks of it receive.
@@ -220,6 +229,7 @@ class EngineStatus:
     whole_tensors: bool = False
     transport: Transport = "broadcast"
     node: str = ""
+    stores: tuple[Store, ...] = ()
     policies: tuple[Policy, ...] = ("drain",)
     cannot: Mapping[Policy, str] = field(default_factory=dict)
     world_size: int = 1
@@ -259,6 +269,7 @@ class Rendezvous:
         operation_timeout: Seconds after which an operation on the group gives up by itself.
         shards_of: None: the group leads from the source rank to engines; else it leads from this trainer rank to the
             source rank, and carries shards.
+        folder: Of a store that is a folder: which.
         protocol: The version of this protocol.
     """
 
@@ -271,7 +282,26 @@ class Rendezvous:
     source: int = 0
     transport: Transport = "broadcast"
     shards_of: int | None = None
+    folder: str = ""
     protocol: int = PROTOCOL_VERSION
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stored:
+    """Where a source has put its part of an update.
+
+    Attributes:
+        objects: In Ray's object store: a reference to each bucket, in order. They keep the buckets there, so whoever
+            needs them no more empties the list.
+        folder: In a folder of safetensors files: its path.
+        version: What these files say that they are part of,
+        epoch: and of which attempt.
+    """
+
+    objects: list[Any] = field(default_factory=list)
+    folder: str = ""
+    version: int = 0
+    epoch: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -289,7 +319,10 @@ class UpdateOrder:
         timeout: Seconds after which to give the transfer up, should the conductor be gone.
         lease: Seconds after which the whole update is over: what was not taken into service by then never will be.
         shards: Common part of the names of the groups that shards come through, if any do.
+        stored: To an engine that fetches: where each source has put its part, in order.
         checksums: To a source: what engines want checksums of.
+        snapshot: To a source: the name of a snapshot that it is to take, or to send; None: it sends the weights as they
+            are now.
         wake: To an engine: whether it is to wake what it has released: its weights before they are written, all else
             once they are whole. If not, one that sleeps refuses the order.
         against: To an engine: the update that deltas are taken against; None: buckets come whole. To a source: the one
@@ -306,7 +339,9 @@ class UpdateOrder:
     timeout: float
     lease: float = math.inf
     shards: str | None = None
+    stored: tuple[Stored, ...] = ()
     checksums: Checksums = field(default_factory=dict)
+    snapshot: str | None = None
     wake: bool = False
     against: int | None = None
     deltas: tuple[str, ...] = ()
@@ -324,6 +359,7 @@ class SendReceipt:
         nbytes: Bytes of the tensors.
         nbytes_changed: Bytes of those that differ.
         checksums: Those that the order named, by key.
+        stored: What it has put where engines fetch it, by the store's connection.
         sent: Bytes that were sent through each group; empty if every one got all.
         elements: How many elements the tensors have; 0 if nothing was kept to compare the next update with.
         elements_changed: How many of them differ from the update that they were compared with; None if with none.
@@ -336,6 +372,7 @@ class SendReceipt:
     nbytes: int
     nbytes_changed: int
     checksums: Mapping[str, str] = field(default_factory=dict)
+    stored: Mapping[str, Stored] = field(default_factory=dict)
     sent: Mapping[str, int] = field(default_factory=dict)
     elements: int = 0
     elements_changed: int | None = None

@@ -8,6 +8,7 @@ large strided one is ever copied whole.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -20,6 +21,13 @@ from asyncsync.digests import StreamingDigests
 _LARGE = 2**16  # bytes: a smaller tensor is packed with its neighbours
 _GROUP = 2**20  # bytes, at the most, that are packed together: they stay in the cache
 _RAW_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+_SMALL = 64 * 2**10
+"""Bytes up to which torch takes longer to begin a copy than to make it: several times, of a few kilobytes."""
+
+_memmove = ctypes.PyDLL(None).memmove  # it keeps the GIL: to let go of it takes longer
+_memmove.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+_memmove.restype = None
 
 
 def raw(tensor: Tensor) -> Tensor:
@@ -71,8 +79,12 @@ def pack(plan: Plan, bucket: Bucket, tensors: Sequence[Tensor] | Mapping[int, Te
     """
     with torch.no_grad():
         targets, sources = [], []
+        address = buffer.data_ptr() if buffer.is_cpu else 0
         for index, (start, stop) in zip(bucket.whole, bucket.spans, strict=True):
             spec, tensor = plan.specs[index], tensors[index]
+            if address and stop - start <= _SMALL and tensor.dtype == spec.dtype and _is_dense(tensor):
+                _memmove(address + start, tensor.data_ptr(), stop - start)
+                continue
             target = buffer[start:stop]
             if tensor.dtype == spec.dtype:
                 tensor = raw(tensor)
@@ -91,6 +103,11 @@ def pack(plan: Plan, bucket: Bucket, tensors: Sequence[Tensor] | Mapping[int, Te
         for piece in bucket.pieces:
             for tensor_part, buffer_part in _parts(plan, piece, tensors[piece.tensor], buffer):
                 buffer_part.copy_(tensor_part)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether a tensor's bytes lie one behind the other in host memory, as they are to be read."""
+    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def in_place(plan: Plan, bucket: Bucket, tensors: Sequence[Tensor], device: str) -> Tensor | None:
@@ -177,7 +194,12 @@ def unpack(
             as in its spec).
     """
     with torch.no_grad():
+        address = buffer.data_ptr() if buffer.is_cpu else 0
         for index, (start, stop) in zip(bucket.whole, bucket.spans, strict=True):
+            if address and stop - start <= _SMALL and all(map(_is_dense, tensors[index])):
+                for tensor in tensors[index]:
+                    _memmove(tensor.data_ptr(), address + start, stop - start)
+                continue
             spec = plan.specs[index]
             source = raw(buffer[start:stop].view(spec.dtype)).view(spec.shape)
             for tensor in tensors[index]:

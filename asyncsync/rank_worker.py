@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import threading
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import anyio
 import numpy as np
+import torch
 from torch import Tensor
 
 from asyncsync import cluster
@@ -25,11 +28,12 @@ from asyncsync.baseline import Baseline
 from asyncsync.buckets import Plan, replan
 from asyncsync.checksums import Witness
 from asyncsync.delta_sending import DeltaSender, Route, SentChanges
-from asyncsync.devices import gpu_of, settle
+from asyncsync.devices import CPU, gpu_of, settle
 from asyncsync.digests import Digests
-from asyncsync.errors import ConnectError, OutOfStepError, TransferError
+from asyncsync.errors import ConnectError, OutOfStepError, TrainerError, TransferError
 from asyncsync.gathering import CallGathering, ShardGathering, bring_shards, take_part
 from asyncsync.guard import MemorySaverGuard
+from asyncsync.held import HeldWeights, LaidOut, hold_nothing, hold_shards, hold_whole
 from asyncsync.memory_saver.host_copies import HostCopies
 from asyncsync.messages import Contacts, ReadOptions, Rendezvous, SendReceipt, TrainerStatus, UpdateOrder
 from asyncsync.sender_thread import SenderThread
@@ -38,9 +42,11 @@ from asyncsync.shards import Holding, ShardPlan
 from asyncsync.shield import CLEANUP_TIMEOUT, shielded
 from asyncsync.threads import WorkerThread
 from asyncsync.transports.base import QUIET_TIMEOUT, Link
-from asyncsync.transports.memory_files import SharedSets, shared_nbytes, this_node
+from asyncsync.transports.folder import FolderSourceLink
+from asyncsync.transports.memory_files import SharedSet, SharedSets, shared_nbytes, this_node
 from asyncsync.transports.seat import Seat
 from asyncsync.transports.shared import SharedSourceLink
+from asyncsync.transports.stored import StoringLink
 from asyncsync.weights import Snapshot, Weights, WeightSource
 
 T = TypeVar("T")
@@ -92,6 +98,8 @@ class RankWorker:
         self._options: ReadOptions | None = None
         self._plan: Plan | None = None
         self._bucket_sender = Sender(self._hasher)
+        self._held: dict[str, HeldWeights] = {}  # by the snapshot's name
+        self._spare: HeldWeights | None = None  # held no more: its memory is there for the next
         self._delta_sender = DeltaSender(self._hasher)
         self._baseline: Baseline | None = None
         self._messages: list[Tensor] = []
@@ -137,14 +145,16 @@ class RankWorker:
 
         Raises:
             PlanError: The weights cannot be sent; see :meth:`asyncsync.weights.WeightSource.read`.
+            TrainerError: The snapshot that is asked for is gone.
         """
         if self._sending is not None:
             await self._sending.ended.wait()  # one that fails closes the groups that are told of here
         self._options = options
         if not options.delta:
             self._baseline = None
-        plan, snapshot, _ = await self._sender.run_connecting(self._read, options)
-        self._plan, self._gathers = plan, snapshot.gather is not None
+        held = None if options.snapshot is None else self._snapshot(options.snapshot)
+        plan, snapshot, _ = await self._sender.run_connecting(self._read, options, held)
+        self._plan, self._gathers = plan, held.gathers if held else snapshot.gather is not None
         return TrainerStatus(
             instance=self._instance,
             device=snapshot.device.type,
@@ -162,12 +172,24 @@ class RankWorker:
             base_epochs=self._baseline.epochs_of(plan) if self._baseline is not None else (),
         )
 
-    def _read(self, options: ReadOptions, keep: bool = False) -> tuple[Plan, Snapshot, HostCopies]:
-        snapshot = self._source.read(name_map=options.name_map, dtype=options.dtype)
+    def _snapshot(self, name: str) -> HeldWeights:
+        if name not in self._held:
+            raise TrainerError(
+                "the weights that the update was started with are gone: this process is another, or it took too long"
+            )
+        return self._held[name]
+
+    def _read(
+        self, options: ReadOptions, held: HeldWeights | None = None, keep: bool = False
+    ) -> tuple[Plan, Snapshot, HostCopies]:
+        read = partial(self._source.read, name_map=options.name_map, dtype=options.dtype)
+        snapshot = read() if held is None else held.snapshot
         plan = replan(self._plan, snapshot.specs, options.bucket_size, whole_tensors=options.whole_tensors)
         home = snapshot.device
         if home.type == "cuda":
             self._sender.device = home.index
+        if held is not None:
+            return plan, snapshot, HostCopies([], [])
         settle(home)  # a training step that was started may still be writing them
         names = [spec.name for spec in snapshot.specs] if snapshot.tensors else []
         return plan, snapshot, HostCopies(names, snapshot.tensors, keep=keep)
@@ -278,7 +300,7 @@ class RankWorker:
 
     async def _take_part_all_the_same(self, epoch: int) -> None:
         """Gather, if that was not done in an update that has failed: the other ranks may have begun, and wait."""
-        if self._gathers_with_others and self._gathered_epoch != epoch:
+        if self._gathers_with_others and self._gathered_epoch != epoch and not self._held:
             self._gathered_epoch = epoch
             guard = self._guard()
             with suppress(Exception):  # the error that ended the update is the one that counts
@@ -291,50 +313,135 @@ class RankWorker:
                 take_part(plan, snapshot.gather)
 
     async def _send_weights(self, order: UpdateOrder) -> SendReceipt | None:
+        held = None if order.snapshot is None else self._snapshot(order.snapshot)
+        async with self._under_way(order, "sending") as (sending, options, links):
+            async with self._sender.transferring() as guarded:
+                async with self._reading(order, links, sending, guarded, options, held) as (plan, snapshot, copies):
+                    await self._leave_all_but(order.connections)
+                    stop = threading.Event()
+                    witness = Witness(plan, order.checksums) if order.checksums else None
+                    what = (copies, order, links, plan, snapshot, stop, witness, held)
+                    sent = await self._work(sending, guarded, links, self._send_and_store, *what, on_cancel=stop.set)
+                if guarded.active:
+                    await guarded.run(self._free_device_buffers)  # a trainer that is asleep keeps none
+            if sent is None:
+                return None
+            receipt = await self._hasher.run(self._receipt, order, plan, sent, witness)
+            return replace(receipt, stored={store.connection: store.place() for store in links.stores})
+
+    async def snapshot_weights(self, order: UpdateOrder) -> None:
+        """See :class:`~asyncsync.trainer.Trainer`. It is held until it is dropped, or the order's lease has run out.
+
+        Raises:
+            OutOfStepError: The order's groups or layout are not this rank's (any more).
+            PlanError: The weights cannot be sent (any more).
+            TransferError: It was aborted, or took too long; or a gathering has failed.
+        """
+        try:
+            await self._snapshot_weights(order)
+        except BaseException:
+            await self._take_part_all_the_same(order.epoch)
+            raise
+
+    async def _snapshot_weights(self, order: UpdateOrder) -> None:
+        assert order.snapshot is not None
+        async with (
+            self._under_way(order, "copying") as (sending, options, links),
+            self._sender.transferring() as guarded,
+            self._reading(order, links, sending, guarded, options, None) as (plan, snapshot, copies),
+        ):
+            stop = threading.Event()
+            what = (copies, partial(self._copy, order.snapshot), order, links, plan, snapshot, stop)
+            held = await self._work(sending, guarded, None, self._on_what_stays, *what, on_cancel=stop.set)
+            self._held[order.snapshot] = held
+            if order.lease < math.inf:  # or its conductor is gone, and nobody will drop it
+                asyncio.get_running_loop().call_later(order.lease, self._drop_snapshot, order.snapshot)
+
+    async def drop_snapshot(self, snapshot: str) -> None:
+        """See :class:`~asyncsync.trainer.Trainer`."""
+        self._drop_snapshot(snapshot)
+
+    def _drop_snapshot(self, name: str) -> None:
+        if (held := self._held.pop(name, None)) is None:
+            return
+        if held.shared is not None:
+            self._sets.let_go(held.shared.number, name, 0)
+        elif not self._held and not held.left_behind and not any(tensor.is_cuda for tensor in held.snapshot.tensors):
+            self._spare = held
+
+    @asynccontextmanager
+    async def _under_way(self, order: UpdateOrder, what: str) -> AsyncIterator[tuple[_Sending, ReadOptions, _Links]]:
+        """Something that an order has begun, and that an abort ends, at any moment, and waits for.
+
+        Raises:
+            OutOfStepError: The order comes to the wrong rank, or too late.
+            TransferError: It was aborted, or took too long.
+        """
         if self._options is None:
             raise OutOfStepError("the trainer was not asked for its weights yet")
         links = self._links(order)
         if order.epoch <= self._ended_epoch:
             raise OutOfStepError(f"the update of epoch {order.epoch} has ended already")
-        # From here on, so that an abort in the middle of the reading ends this, too, and waits for its end.
         sending = _Sending(order.epoch, anyio.CancelScope(deadline=anyio.current_time() + order.timeout))
         self._sending = sending
         try:
             with sending.scope:
-                async with self._sender.transferring() as guarded:
-                    plan, snapshot, copies = await self._read_to_send(guarded, self._options)
-                    try:
-                        self._check_in_step(order, plan, snapshot, links)
-                        await self._leave_all_but(order.connections)
-                        stop = threading.Event()
-                        witness = Witness(plan, order.checksums) if order.checksums else None
-                        what = (copies, order, links, plan, snapshot, stop, witness)
-                        sending.begun, sending.quiet = True, False
-                        try:
-                            sent = await guarded.run(self._send_what_stays, *what, on_cancel=stop.set)
-                            sending.quiet = True
-                        except BaseException:
-                            left = await shielded(self._run_or_give_up(STUCK_TIMEOUT, self._break_off, links))
-                            sending.quiet = left is True
-                            raise
-                    finally:
-                        if sending.quiet:
-                            copies.release()
-                        else:  # an operation that was abandoned may still read them
-                            asyncio.get_running_loop().call_later(ABANDONED_TIMEOUT, copies.release)
-                    if guarded.active:
-                        await guarded.run(self._free_device_buffers)  # a trainer that is asleep keeps none
-                if sent is None:
-                    return None
-                return await self._hasher.run(self._receipt, order, plan, sent, witness)
+                yield sending, self._options, links
+                return
         finally:
+            for store in links.stores:
+                store.release()  # what was not handed over
             if not sending.quiet:
                 self._bucket_sender.forget()
+                self._messages, self._spare = [], None  # an abandoned operation may still use them
+                if order.snapshot in self._held:
+                    self._held[order.snapshot].left_behind = True
                 self._delta_sender, self._baseline = DeltaSender(self._hasher), None
-                self._messages = []  # an abandoned operation may still use them
             sending.ended.set()
         how = "was aborted" if sending.scope.deadline > anyio.current_time() else "took too long"
-        raise TransferError(f"sending the weights of update {order.version} {how}")
+        raise TransferError(f"{what} the weights of update {order.version} {how}")
+
+    @asynccontextmanager
+    async def _reading(
+        self,
+        order: UpdateOrder,
+        links: _Links,
+        sending: _Sending,
+        guarded: MemorySaverGuard,
+        options: ReadOptions,
+        held: HeldWeights | None,
+    ) -> AsyncIterator[tuple[Plan, Snapshot, HostCopies]]:
+        """The weights, or a snapshot of them, as the order expects them; readable while this is entered."""
+        plan, snapshot, copies = await self._read_to_send(guarded, options, held)
+        try:
+            self._check_in_step(order, plan, snapshot, links)
+            yield plan, snapshot, copies
+        finally:
+            if sending.quiet:
+                copies.release()
+            else:  # an operation that was abandoned may still read them
+                asyncio.get_running_loop().call_later(ABANDONED_TIMEOUT, copies.release)
+
+    async def _work(
+        self,
+        sending: _Sending,
+        guarded: MemorySaverGuard,
+        links: _Links | None,
+        function: Callable[..., T],
+        *args: Any,
+        on_cancel: Callable[[], None],
+    ) -> T:
+        """Run what reads the weights; if it fails, groups in whose middle that was are left."""
+        sending.begun, sending.quiet = True, False
+        try:
+            result = await guarded.run(partial(function, *args), on_cancel=on_cancel)
+        except BaseException:
+            clean_up = (lambda: True) if links is None else partial(self._break_off, links)
+            left = await shielded(self._run_or_give_up(STUCK_TIMEOUT, clean_up))
+            sending.quiet = left is True
+            raise
+        sending.quiet = True
+        return result
 
     def _check_in_step(self, order: UpdateOrder, plan: Plan, snapshot: Snapshot, links: _Links) -> None:
         if plan.digest != order.plan_digest:
@@ -361,6 +468,8 @@ class RankWorker:
             if seat is None or seat.link is None:
                 raise OutOfStepError("the trainer is not in the groups that the update goes through")
             engines.append(seat.link)
+            if isinstance(seat.link, StoringLink):
+                seat.link.order = order
         if order.shards is None:
             return _Links(engines)
         if self._shards is None:
@@ -373,22 +482,76 @@ class RankWorker:
             shards[rank] = link
         return _Links(engines, self._shards, shards)
 
-    async def _read_to_send(self, guarded: MemorySaverGuard, options: ReadOptions) -> tuple[Plan, Snapshot, HostCopies]:
+    async def _read_to_send(
+        self, guarded: MemorySaverGuard, options: ReadOptions, held: HeldWeights | None
+    ) -> tuple[Plan, Snapshot, HostCopies]:
         try:
-            return await self._sender.worker.run(self._read, options, keep=True)
+            return await self._sender.worker.run(self._read, options, held, keep=True)
         except BaseException:
             if guarded.active:  # it is left when its thread is free, which hangs maybe in what gives the weights
                 await shielded(self._run_or_give_up(STUCK_TIMEOUT, lambda: None))
             raise
 
-    def _send_what_stays(
-        self, copies: HostCopies, order: UpdateOrder, links: _Links, plan: Plan, snapshot: Snapshot, *rest: Any
-    ) -> SentChanges | None:
-        """Send from where the weights can be read, and see whether they have stayed what they were."""
+    def _on_what_stays(
+        self,
+        copies: HostCopies,
+        function: Callable[..., T],
+        order: UpdateOrder,
+        links: _Links,
+        plan: Plan,
+        snapshot: Snapshot,
+        *rest: Any,
+    ) -> T:
+        """Read from where the weights can be read, and see whether they have stayed what they were."""
         copies.begin()
-        sent = self._send(order, links, plan, replace(snapshot, tensors=copies.tensors), *rest)
+        result = function(order, links, plan, replace(snapshot, tensors=copies.tensors or snapshot.tensors), *rest)
         copies.end()
+        return result
+
+    def _send_and_store(
+        self,
+        copies: HostCopies,
+        order: UpdateOrder,
+        links: _Links,
+        plan: Plan,
+        snapshot: Snapshot,
+        stop: threading.Event,
+        *rest: Any,
+    ) -> SentChanges | None:
+        """Send every bucket, and wait until stores have all."""
+        sent = self._on_what_stays(copies, self._send, order, links, plan, snapshot, stop, *rest)
+        for store in links.stores:
+            store.complete(stop)
         return sent
+
+    def _copy(
+        self, name: str, order: UpdateOrder, links: _Links, plan: Plan, snapshot: Snapshot, stop: threading.Event
+    ) -> HeldWeights:
+        """This rank's part of a snapshot."""
+        spare, self._spare = self._spare, None
+        if snapshot.gather is not None:
+            self._gathered_epoch = order.epoch
+            if not links.engines:
+                return hold_nothing(plan, snapshot, snapshot.gather)
+        if links.plan is not None:
+            copies = spare.snapshot.tensors if spare is not None and spare.arena is None else ()
+            return hold_shards(plan, snapshot, copies, stop)
+        if (shared := self._take_set(plan, links.engines)) is None:
+            lies = spare.arena if spare is not None else None
+            return hold_whole(plan, snapshot, self._arena(plan, links, snapshot, lies), stop)
+        self._sets.lend(shared, name, 0)  # to itself: nobody may write to it
+        try:
+            return hold_whole(plan, snapshot, shared.memory, stop, shared)
+        except BaseException:
+            self._sets.let_go(shared.number, name, 0)
+            raise
+
+    def _arena(self, plan: Plan, links: _Links, snapshot: Snapshot, spare: Tensor | None) -> Tensor:
+        """Where a snapshot is to lie: where it is sent from."""
+        home = snapshot.device if {link.device for link in links.engines} == {snapshot.device.type} else CPU
+        if spare is not None and (spare.numel(), spare.device) == (plan.arena_nbytes, home):
+            return spare
+        return torch.empty(plan.arena_nbytes, dtype=torch.uint8, device=home)
 
     def _send(
         self,
@@ -398,9 +561,12 @@ class RankWorker:
         snapshot: Snapshot,
         stop: threading.Event,
         witness: Witness | None,
+        held: HeldWeights | None,
     ) -> SentChanges | None:
         """This rank's part of sending every bucket; None if another rank is the source."""
         is_source = bool(links.engines)
+        if held is not None and held.gathers and not is_source:
+            return None  # that was done when the snapshot was taken
         if snapshot.gather is not None:
             self._gathered_epoch = order.epoch
             if not is_source:
@@ -408,20 +574,22 @@ class RankWorker:
                 return None
             gathering = CallGathering(plan, snapshot.gather)
             try:
-                return self._send_buckets(order, plan, gathering, links.engines, stop, witness)
+                return self._send_buckets(order, plan, gathering, links.engines, stop, witness, held)
             finally:
                 if self._gathers_with_others:
                     gathering.finish()
         if links.plan is None:
             filler: Filler = OwnTensors(plan, snapshot.tensors)
+            if held is not None and held.arena is not None and plan.digest == held.plan.digest:
+                filler = filler if self._compares(links.engines) else LaidOut(held.arena)  # with padding, as it lies
         else:
             assert snapshot.holding is not None
-            held = (snapshot.holding, snapshot.tensors)
+            own = (snapshot.holding, snapshot.tensors)
             if not is_source:
-                bring_shards(links.plan, self._rank, *held, links.shards[self._rank], self._messages, stop)
+                bring_shards(links.plan, self._rank, *own, links.shards[self._rank], self._messages, stop)
                 return None
-            filler = ShardGathering(links.plan, *held, links.shards, self._messages)
-        return self._send_buckets(order, plan, filler, links.engines, stop, witness)
+            filler = ShardGathering(links.plan, *own, links.shards, self._messages)
+        return self._send_buckets(order, plan, filler, links.engines, stop, witness, held)
 
     def _send_buckets(
         self,
@@ -431,10 +599,11 @@ class RankWorker:
         links: Sequence[Link],
         stop: threading.Event,
         witness: Witness | None,
+        held: HeldWeights | None,
     ) -> SentChanges:
         deltas = [link for link in links if link.connection in order.deltas]
         whole = [link for link in links if link not in deltas]
-        arena = self._lay_out(order.epoch, plan, whole)
+        arena = self._lay_out(order.epoch, plan, whole, held)
         if not self._compares(links):
             self._baseline = None
             return SentChanges(self._bucket_sender.send(plan, filler, links, stop, witness, arena), None, {})
@@ -442,28 +611,37 @@ class RankWorker:
             self._baseline = Baseline()
         base = self._baseline
         base.begin(plan, order.against)
-        shared = self._lay_out(order.epoch, plan, deltas)
+        shared = self._lay_out(order.epoch, plan, deltas, None)
         routes = [Route(link, False, arena if isinstance(link, SharedSourceLink) else None) for link in whole]
         routes += [Route(link, True, shared if isinstance(link, SharedSourceLink) else None) for link in deltas]
         sent = self._delta_sender.send(plan, filler, base, routes, stop, witness)
         base.end(order.epoch)
         return sent
 
-    def _lay_out(self, epoch: int, plan: Plan, links: Sequence[Link]) -> Tensor | None:
-        """Where the weights are to be written, if some engines read them there.
+    def _lay_out(self, epoch: int, plan: Plan, links: Sequence[Link], held: HeldWeights | None) -> Tensor | None:
+        """Where the weights are to be written, if some engines read them there; a snapshot may lie there already.
 
         Raises:
             OutOfStepError: There is no memory for it (any more).
+            TransferError: There is no room where some are to fetch them.
+            PlanError: They cannot be stored there.
         """
+        for link in links:
+            if isinstance(link, StoringLink):
+                link.begin(plan)
+        lies = held.shared if held is not None and plan.digest == held.plan.digest else None
+        taken = self._take_set(plan, links) if lies is None else lies
+        for link in links:
+            if isinstance(link, SharedSourceLink) and taken is not None:
+                link.begin(epoch, taken, len(plan.buckets))
+        return None if taken is None else taken.memory
+
+    def _take_set(self, plan: Plan, links: Sequence[Link]) -> SharedSet | None:
+        """A set for engines that map it, if there are such."""
         shared = [link for link in links if isinstance(link, SharedSourceLink)]
-        if not shared:
-            return None
         for link in shared:
             link.hear()  # of what was let go of
-        taken = self._sets.take(shared_nbytes(plan))
-        for link in shared:
-            link.begin(epoch, taken, len(plan.buckets))
-        return taken.memory
+        return self._sets.take(shared_nbytes(plan)) if shared else None
 
     def _receipt(self, order: UpdateOrder, plan: Plan, sent: SentChanges, witness: Witness | None) -> SendReceipt:
         digests = sent.digests
@@ -506,6 +684,19 @@ class RankWorker:
         # Also where the order never came: Ray drops a call that is cancelled before it has begun.
         await self._take_part_all_the_same(epoch)
 
+    async def publish_weights(self, epoch: int, digest: str, sources: int) -> None:
+        """See :class:`~asyncsync.trainer.Trainer`.
+
+        Raises:
+            TransferError: They cannot be published, or are not there (any more).
+        """
+        links = [seat.link for seat in self._engine_seats.values()]
+        folders = [link for link in links if isinstance(link, FolderSourceLink) and link.stores(epoch)]
+        if not folders:
+            raise TransferError("what is to be published was given up")
+        for folder in folders:
+            await asyncio.wrap_future(folder.publish(epoch, digest, sources))
+
     def close(self) -> None:
         """Leave the group and let the rank's threads end. Does not wait."""
         self._sender.clean_up(self._close_links)
@@ -534,6 +725,11 @@ class _Links:
     engines: Sequence[Link]
     plan: ShardPlan | None = None
     shards: Mapping[int, Link] = field(default_factory=dict)
+
+    @property
+    def stores(self) -> Sequence[StoringLink]:
+        """Those that engines fetch from."""
+        return [link for link in self.engines if isinstance(link, StoringLink)]
 
 
 def shard_connection(shards: str, rank: int) -> str:

@@ -29,8 +29,8 @@ class EngineOutcome:
         state: Where the update left it.
         weight_version: The version it holds; None if it holds no whole version, or never said.
         digest: The digest of the weights it confirmed (32 hex digits), if it got that far.
-        transport: What its bytes came through, or were to: ``"shared"`` memory, a ``"broadcast"``, or ``"pynccl"``, a
-            broadcast of vLLM's own. None if it was not asked to receive.
+        transport: What its bytes came through, or were to: ``"shared"`` memory, a ``"broadcast"``, Ray ``"objects"``, a
+            ``"folder"``, or ``"pynccl"``, a broadcast of vLLM's own. None if it was not asked to receive.
         delta: Whether only what differs from an earlier update was sent to it, or was to be (``delta=True``).
         bytes: Bytes that were sent to it, or to it and those beside it at once; None if it did not get the update.
         error: What it failed with, in words.
@@ -62,7 +62,8 @@ class WeightUpdate:
         density: Which part of all elements differs, bit by bit, from the update that they were compared with; None if
             with none (``delta=True``, and some engine held one).
         seconds: Seconds by phase, plus ``"total"``. ``"drain"`` is how long the update waited for generations to end
-            (new ones wait meanwhile), ``"paused"`` how long nothing was generated after that.
+            (new ones wait meanwhile), ``"paused"`` how long nothing was generated after that, ``"publish"`` how long it
+            took to give the version its name in the folder.
     """
 
     version: int

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import os
 from collections.abc import AsyncIterator, Collection, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, replace
@@ -27,7 +28,14 @@ from asyncsync.buckets import DEFAULT_BUCKET_SIZE
 from asyncsync.catch_up import Published, catch_up, holds
 from asyncsync.clock import UpdateClock
 from asyncsync.coalesce import LONGEST_UNDO, Coalescer
-from asyncsync.connection import BackendChoice, Connection, TransportChoice, leave_groups
+from asyncsync.connection import (
+    TRANSPORTS,
+    BackendChoice,
+    Connection,
+    SnapshotName,
+    TransportsChoice,
+    leave_groups,
+)
 from asyncsync.errors import (
     ClosedError,
     EventLoopError,
@@ -52,6 +60,7 @@ from asyncsync.report import EngineStatistics, SynchronizerStatistics, WeightUpd
 from asyncsync.shared_lock import SharedRolloutLock
 from asyncsync.shield import CLEANUP_TIMEOUT, shielded
 from asyncsync.sources import Sources
+from asyncsync.started import StartedUpdate
 from asyncsync.tally import Tally
 from asyncsync.trainer_group import as_sources
 from asyncsync.transaction import Transaction
@@ -111,7 +120,14 @@ class WeightSynchronizer:
         transport: How bytes come to engines. ``"auto"``: through shared memory to those on the trainer's node that can
             take it (if there is enough, and NCCL does not do it), and through a broadcast to all others. ``"shared"``:
             through shared memory only; an engine that cannot be reached so is a ConnectError. ``"broadcast"``: never
-            through shared memory. The outcomes say which engine got it how.
+            through shared memory. ``"objects"``: through Ray's object store. ``"folder"``: through files in ``folder``.
+            With these two the trainer stores all first, and engines fetch it: nothing is connected, and no port opened.
+            Or a function from an engine, as it was given, to one of these names, called whenever engines are asked how
+            they are. An engine that cannot be reached in the way that was named is a ConnectError. The outcomes say
+            which engine got it how.
+        folder: A folder, the same wherever the trainer and engines run, in which each version is published as
+            safetensors files: for engines whose transport is ``"folder"``, and for other readers
+            (:func:`asyncsync.read_weights`). The last two are kept.
         delta: Whether to send only what differs, bit by bit, from the last update, to engines that hold that one; they
             confirm the digest of the whole all the same. Who does not hold it, or holds another layout, gets the whole,
             and so does everyone of a bucket of which too much differs. The source keeps a set of the weights in host
@@ -139,7 +155,8 @@ class WeightSynchronizer:
             Synchronizers that update the same engines must share one: they take turns.
 
     Raises:
-        ValueError: No engines, an engine or a trainer rank given twice, or a size or time that is not positive.
+        ValueError: No engines, an engine or a trainer rank given twice, a size or time that is not positive, or no
+            folder where one is needed.
         TypeError: Something is neither a trainer nor weights, or no engine; or an option is of the wrong kind.
     """
 
@@ -154,7 +171,8 @@ class WeightSynchronizer:
         dtype: torch.dtype | None = None,
         partial: bool = False,
         backend: BackendChoice = "auto",
-        transport: TransportChoice = "auto",
+        transport: TransportsChoice = "auto",
+        folder: str | os.PathLike[str] | None = None,
         delta: bool = False,
         timeout: float = DEFAULT_TIMEOUT,
         offload: bool | None = None,
@@ -168,6 +186,7 @@ class WeightSynchronizer:
         _refuse_kind("dtype", dtype, torch.dtype | None, "a torch.dtype")
         _refuse_kind("initial_version", initial_version, int | None, "a number")
         _refuse_kind("partial", partial, bool, "True or False")
+        _refuse_kind("folder", folder, str | os.PathLike | None, "a path")
         _refuse_kind("delta", delta, bool, "True or False")
         _refuse_kind("lock", lock, RolloutLock | SharedRolloutLock | None, "a RolloutLock or a SharedRolloutLock")
         if bucket_size <= 0:
@@ -180,8 +199,10 @@ class WeightSynchronizer:
             raise ValueError(f"initial_version must not be negative, but is {initial_version}")
         if backend not in get_args(Literal["auto"]) + get_args(Backend):
             raise ValueError(f'backend must be "auto", "gloo" or "nccl", not {backend!r}')
-        if transport not in get_args(TransportChoice):
-            raise ValueError(f"transport must be one of {', '.join(get_args(TransportChoice))}, not {transport!r}")
+        if not callable(transport) and transport not in TRANSPORTS:
+            raise ValueError(f"transport must be one of {', '.join(TRANSPORTS)}, or a function, not {transport!r}")
+        if transport == "folder" and folder is None:
+            raise ValueError('transport="folder" needs a folder: give folder=')
         if transport == "shared" and backend == "nccl":
             raise ValueError('transport="shared" moves bytes without NCCL: leave backend out')
         if policy not in get_args(Policy):
@@ -215,6 +236,7 @@ class WeightSynchronizer:
             partial=partial,
             backend=backend,
             transport=transport,
+            folder=None if folder is None else os.path.abspath(folder),
             policy=self._policy,
             wake=asleep == "wake",
             timeout=timeout,
@@ -318,6 +340,32 @@ class WeightSynchronizer:
         """
         self._check_not_reading("update_weights")
         return await self._updates.request()
+
+    async def start_update(self) -> StartedUpdate:
+        """Begin an update of the trainer's present weights; returns as soon as those are copied.
+
+        The trainer may change its weights then, while the copy travels and engines commit: they get what the weights
+        were, bit for bit. Calls coalesce with each other, and with those of :meth:`update_weights`; one that comes
+        while an update is running returns when the next one has its copy. So there is one copy at a time. It lies in
+        the memory that engines on the trainer's node map, if there are any; else it takes as much memory again as the
+        weights do (on the GPU, if NCCL sends from there).
+
+        Example:
+            >>> update = await synchronizer.start_update()
+            >>> train_step(batch)                       # the weights may change
+            >>> print(await update)
+
+        Returns:
+            The update: await it for the outcome, or cancel it. Its ``seconds["snapshot"]`` tells how long copying took.
+
+        Raises:
+            PlanError: The weights cannot be sent, or do not fit an engine: nothing was copied.
+            WeightUpdateError: It failed before the weights were copied. What fails later is raised by awaiting it.
+            LockError: Called inside :meth:`generation`, it might wait for itself.
+            ClosedError: The synchronizer was closed, before or meanwhile.
+        """
+        self._check_not_reading("start_update")
+        return StartedUpdate(await self._updates.start(), lambda: self._check_not_reading("awaiting an update"))
 
     @asynccontextmanager
     async def generation(self, engine: Any = None, *, timeout: float | None = None) -> AsyncIterator[int]:
@@ -552,8 +600,8 @@ class WeightSynchronizer:
 
     async def _brought_to_all(self) -> WeightUpdate:
         try:
-            async with self._turn() as clock, self._trainer_ready(clock):
-                return await self._tried_until_it_holds(clock)
+            async with self._turn() as clock, self._trainer_ready(clock) as trainer, self._snapshot() as snapshot:
+                return await self._tried_until_it_holds(clock, trainer, snapshot)
         except LockError as error:
             raise self._told(WeightUpdateError(f"the lock that updates share was lost: {error}")) from error
         except WeightUpdateError as error:
@@ -572,7 +620,41 @@ class WeightSynchronizer:
             )
         return error
 
-    async def _tried_until_it_holds(self, clock: UpdateClock) -> WeightUpdate:
+    @asynccontextmanager
+    async def _snapshot(self) -> AsyncIterator[SnapshotName | None]:
+        """A name for the copy of the weights, if somebody waits for no more than that; in the end, it is dropped."""
+        snapshot = SnapshotName() if self._updates.started else None
+        try:
+            yield snapshot
+        finally:
+            if snapshot is not None and snapshot.taken:
+                await shielded(self._drop_snapshot(snapshot))
+
+    async def _take_snapshot(
+        self, snapshot: SnapshotName, orders: Orders, clock: UpdateClock, trainer: AsyncExitStack
+    ) -> None:
+        """Have the trainer copy its weights, and let it go on."""
+        with clock.phase("snapshot"):
+            try:
+                await self._sources.race(lambda number, source: source.snapshot_weights(orders.sources[number]))
+                snapshot.taken = True
+            except BaseException:
+                aborted = self._sources.settle(lambda _, source: source.abort_send(orders.all.epoch), CLEANUP_TIMEOUT)
+                await shielded(aborted, 2 * CLEANUP_TIMEOUT)
+                await shielded(self._drop_snapshot(snapshot))
+                raise
+        await trainer.aclose()  # its hook is called now: it does not wait for engines
+        self._updates.halfway()
+
+    async def _drop_snapshot(self, snapshot: SnapshotName) -> None:
+        results = await self._sources.settle(lambda _, source: source.drop_snapshot(snapshot.name), CLEANUP_TIMEOUT)
+        for result in results:
+            if isinstance(result, Exception):
+                _log.info("dropping a snapshot: %s", result)
+
+    async def _tried_until_it_holds(
+        self, clock: UpdateClock, trainer: AsyncExitStack, snapshot: SnapshotName | None
+    ) -> WeightUpdate:
         losses, leavings, asked = Losses(), 0, False
         while True:
             try:
@@ -584,7 +666,7 @@ class WeightSynchronizer:
                 raise losses.error()
             in_step, asked = self._connection.in_step(fleet), False
             try:
-                update = await self._try(clock, fleet, losses)
+                update = await self._try(clock, fleet, losses, trainer, snapshot)
                 break
             except OutOfStepError as error:
                 if not in_step:
@@ -650,29 +732,35 @@ class WeightSynchronizer:
                 self._tally.count_seconds(clock.seconds)
 
     @asynccontextmanager
-    async def _trainer_ready(self, clock: UpdateClock) -> AsyncIterator[None]:
-        """The trainer's own hooks around all that it has to do with: both are called, or none."""
-        if self._trainer_has_hooks is False:
-            yield
-            return
-        failure: BaseException | None = None
-        try:
-            with clock.phase("before update"):
-                self._trainer_has_hooks = any(await self._sources.race(lambda _, source: source.begin_update()))
-            yield
-        except BaseException as error:
-            failure = error
-            raise
-        finally:
+    async def _trainer_ready(self, clock: UpdateClock) -> AsyncIterator[AsyncExitStack]:
+        """The trainer's own hooks around all that it has to do with: both are called, or none.
+
+        What is yielded may be closed before, once the trainer has nothing to do with the rest.
+        """
+        async with AsyncExitStack() as stack:
             if self._trainer_has_hooks is not False:
-                with clock.measure("after update"):
-                    timeout = CLEANUP_TIMEOUT if failure is not None else max(clock.remaining, CLEANUP_TIMEOUT)
-                    try:
-                        await shielded(self._end_update(failure, timeout), timeout + CLEANUP_TIMEOUT + 1)
-                    except TimeoutError as late:
-                        if failure is None:
-                            raise TrainerError(f"the trainer did not end its part of the update: {late}") from late
-                        failure.add_note(f"then: {late}")
+                stack.push_async_exit(partial(self._after_update, clock))
+                with clock.phase("before update"):
+                    self._trainer_has_hooks = any(await self._sources.race(lambda _, source: source.begin_update()))
+            yield stack
+
+    async def _after_update(
+        self,
+        clock: UpdateClock,
+        kind: type[BaseException] | None,
+        failure: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._trainer_has_hooks is False:
+            return
+        with clock.measure("after update"):
+            timeout = CLEANUP_TIMEOUT if failure is not None else max(clock.remaining, CLEANUP_TIMEOUT)
+            try:
+                await shielded(self._end_update(failure, timeout), timeout + CLEANUP_TIMEOUT + 1)
+            except TimeoutError as late:
+                if failure is None:
+                    raise TrainerError(f"the trainer did not end its part of the update: {late}") from late
+                failure.add_note(f"then: {late}")
 
     async def _end_update(self, failure: BaseException | None, timeout: float) -> None:
         results = await self._sources.settle(lambda _, source: source.end_update(), timeout)
@@ -702,12 +790,22 @@ class WeightSynchronizer:
             return False
         return True
 
-    async def _try(self, clock: UpdateClock, fleet: Fleet, losses: Losses) -> WeightUpdate:
+    async def _try(
+        self,
+        clock: UpdateClock,
+        fleet: Fleet,
+        losses: Losses,
+        trainer: AsyncExitStack,
+        snapshot: SnapshotName | None,
+    ) -> WeightUpdate:
         """One attempt, with these engines; if it fails, ``losses`` has whose failure it was."""
         self._tally.attempts += 1
         in_step = self._connection.in_step(fleet)
         try:
-            attempt = Attempt(*await self._agree(clock, fleet, losses))
+            orders, statuses = await self._agree(clock, fleet, losses, snapshot)
+            if snapshot is not None and not snapshot.taken:
+                await self._take_snapshot(snapshot, orders, clock, trainer)
+            attempt = Attempt(orders, statuses)
             try:
                 await self._transaction(attempt, clock, losses).run()
             except WeightUpdateError as failure:
@@ -730,6 +828,8 @@ class WeightSynchronizer:
             raise
         update = attempt.report(clock)
         _log.info("%s", update)
+        if attempt.unpublished is not None:
+            raise losses.unpublished(attempt.unpublished, update)
         return update
 
     def _transaction(self, attempt: Attempt, clock: UpdateClock, losses: Losses) -> Transaction:
@@ -768,10 +868,12 @@ class WeightSynchronizer:
         return gone
 
     async def _agree(
-        self, clock: UpdateClock, fleet: Fleet, losses: Losses
+        self, clock: UpdateClock, fleet: Fleet, losses: Losses, snapshot: SnapshotName | None = None
     ) -> tuple[Orders, Mapping[Member, EngineStatus]]:
         try:
-            return await self._connection.agree(clock, fleet, base_epoch=self._base_epoch, version=self._version or 0)
+            return await self._connection.agree(
+                clock, fleet, base_epoch=self._base_epoch, version=self._version or 0, snapshot=snapshot
+            )
         except WeightUpdateError as error:
             if not isinstance(error, OutOfStepError):
                 gone: Mapping[Member, Exception] = {}

@@ -41,12 +41,24 @@ class Trainer(Protocol):
         """Leave a group, joined or only opened; no error if there is none of that name."""
         ...
 
+    async def snapshot_weights(self, order: UpdateOrder) -> None:
+        """Collective. Copy the weights as they are now, for this order and any that is given in its place."""
+        ...
+
+    async def drop_snapshot(self, snapshot: str) -> None:
+        """Forget a snapshot; no error if there is none of that name."""
+        ...
+
     async def send_weights(self, order: UpdateOrder) -> SendReceipt | None:
         """Collective. Read the weights, and send every bucket; None if this rank only brings shards to the source."""
         ...
 
+    async def publish_weights(self, epoch: int, digest: str, sources: int) -> None:
+        """Have readers of the folder find what was written there in an update, by so many sources."""
+        ...
+
     async def abort_send(self, epoch: int) -> None:
-        """Stop sending an update, and leave its group; no error if it is not being sent."""
+        """Stop sending an update, or copying its weights, and leave its group; no error if that is not under way."""
         ...
 
 
@@ -81,7 +93,8 @@ class TrainerRank:
 
     Args:
         weights: What to send: a module, a state dict, pairs of name and tensor, or a function that returns one of
-            these. Must not change while an update is under way.
+            these. Must not change while an update is under way, or, if it was started
+            (:meth:`asyncsync.WeightSynchronizer.start_update`), until that has returned.
         offload: False if this trainer never offloads its memory; None to find out (see
             :func:`asyncsync.memory_saver_guard`).
 
@@ -105,9 +118,10 @@ class TrainerRank:
         """Get ready for an update, for you to override: re-create process groups that gathering needs, say.
 
         Called on every rank at once before an update reads or connects anything, and :meth:`after_update` on every path
-        after it: success, failure and cancellation. Both run on a thread of the library's, where no allocation is
-        tracked by the memory saver (its ``disable()`` is entered); they may block, and must not be ``async``. If this
-        fails, so does the update, and ``after_update`` is not called on this rank: the next update calls this again.
+        after it: success, failure and cancellation (of an update that was started: once the weights are copied). Both
+        run on a thread of the library's, where no allocation is tracked by the memory saver (its ``disable()`` is
+        entered); they may block, and must not be ``async``. If this fails, so does the update, and ``after_update`` is
+        not called on this rank: the next update calls this again.
         A trainer that has hooks must have one synchronizer only: the end of one's update would put it to sleep in the
         middle of another's.
         """
@@ -166,9 +180,24 @@ class TrainerRank:
         return await self._asyncsync.share_holdings(rank, holdings)
 
     @cluster.control
+    async def snapshot_weights(self, order: UpdateOrder) -> None:
+        """See :class:`Trainer`."""
+        await self._asyncsync.snapshot_weights(order)
+
+    @cluster.control
+    async def drop_snapshot(self, snapshot: str) -> None:
+        """See :class:`Trainer`."""
+        await self._asyncsync.drop_snapshot(snapshot)
+
+    @cluster.control
     async def send_weights(self, order: UpdateOrder) -> SendReceipt | None:
         """See :class:`Trainer`."""
         return await self._asyncsync.send_weights(order)
+
+    @cluster.control
+    async def publish_weights(self, epoch: int, digest: str, sources: int) -> None:
+        """See :class:`Trainer`."""
+        await self._asyncsync.publish_weights(epoch, digest, sources)
 
     @cluster.control
     async def abort_send(self, epoch: int) -> None:
@@ -227,9 +256,18 @@ class RemoteTrainer:
         bringers: tuple[int, ...] = await cluster.call(self.handle, "share_holdings", rank, holdings)
         return bringers
 
+    async def snapshot_weights(self, order: UpdateOrder) -> None:
+        await cluster.call(self.handle, "snapshot_weights", order)
+
+    async def drop_snapshot(self, snapshot: str) -> None:
+        await cluster.call(self.handle, "drop_snapshot", snapshot)
+
     async def send_weights(self, order: UpdateOrder) -> SendReceipt | None:
         receipt: SendReceipt | None = await cluster.call(self.handle, "send_weights", order)
         return receipt
+
+    async def publish_weights(self, epoch: int, digest: str, sources: int) -> None:
+        await cluster.call(self.handle, "publish_weights", epoch, digest, sources)
 
     async def abort_send(self, epoch: int) -> None:
         await cluster.call(self.handle, "abort_send", epoch)

@@ -44,6 +44,7 @@ class TrainerGroup:
         self._bringers: tuple[int, ...] = ()
         self._gathers = False
         self._shards: str | None = None
+        self._statuses: Sequence[TrainerStatus] = ()
         self._groups: set[str] = set()
 
     def __repr__(self) -> str:
@@ -74,7 +75,11 @@ class TrainerGroup:
             PlanError: The ranks disagree on a tensor, by name; or shards do not tile their tensor.
             TrainerError: A rank failed, by number.
         """
-        statuses = await self._all(self._everyone, lambda _, rank: rank.describe_weights(options, known_digest))
+        # Of a snapshot only those know who have a part in sending it; the others are as they were when it was taken.
+        asked = self._everyone if options.snapshot is None else self._senders
+        said = await self._all(asked, lambda _, rank: rank.describe_weights(options, known_digest))
+        known = dict(enumerate(self._statuses)) | dict(zip(asked, said, strict=True))
+        statuses = self._statuses = [known[rank] for rank in self._everyone]
         if len({status.plan_digest for status in statuses}) > 1:
             statuses = await self._all(self._everyone, lambda _, rank: rank.describe_weights(options, None))
             _refuse_disagreement([status.specs or () for status in statuses], self._first)
@@ -178,13 +183,35 @@ class TrainerGroup:
         Raises:
             OutOfStepError: The ranks are not connected with each other (any more). Nothing was sent.
         """
+        orders = self._orders(order)
+        receipts = await self._all(self._senders, lambda number, rank: rank.send_weights(orders[number]))
+        return receipts[0]
+
+    async def snapshot_weights(self, order: UpdateOrder) -> None:
+        """See :class:`~asyncsync.trainer.Trainer`. Each rank copies what it holds.
+
+        Raises:
+            OutOfStepError: The ranks are not connected with each other (any more). Nothing was copied.
+        """
+        orders = self._orders(order)
+        await self._all(self._senders, lambda number, rank: rank.snapshot_weights(orders[number]))
+
+    async def drop_snapshot(self, snapshot: str) -> None:
+        """See :class:`~asyncsync.trainer.Trainer`."""
+        dropped = {rank: self._call(rank, lambda _, one: one.drop_snapshot(snapshot)) for rank in self._everyone}
+        _raise_first(await settle(dropped))
+
+    def _orders(self, order: UpdateOrder) -> list[UpdateOrder]:
+        """What is ordered to each rank: only the source's order names groups of engines."""
         if self._bringers:
             if self._shards is None:
                 raise OutOfStepError("the trainer's ranks are not connected with each other")
             order = replace(order, shards=self._shards)
-        orders = [order if rank == 0 else replace(order, connections=()) for rank in self._everyone]
-        receipts = await self._all(self._senders, lambda number, rank: rank.send_weights(orders[number]))
-        return receipts[0]
+        return [order if rank == 0 else replace(order, connections=()) for rank in self._everyone]
+
+    async def publish_weights(self, epoch: int, digest: str, sources: int) -> None:
+        """See :class:`~asyncsync.trainer.Trainer`."""
+        await self._call(0, lambda _, source: source.publish_weights(epoch, digest, sources))
 
     async def abort_send(self, epoch: int) -> None:
         """See :class:`~asyncsync.trainer.Trainer`."""

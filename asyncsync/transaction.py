@@ -6,9 +6,11 @@ that the way back is the way in reversed, on success, failure and cancellation a
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, cast
 
 import anyio
@@ -25,13 +27,14 @@ from asyncsync.errors import (
     OutOfStepError,
     TrainerError,
     TransferError,
+    WeightUpdateError,
     WeightUpdateTimeoutError,
 )
 from asyncsync.fanout import beside, race, settle
 from asyncsync.fleet import LATE_TIMEOUT, LINK_PATIENCE, PATIENCE, Member, combine_errors
 from asyncsync.lock import RolloutLock
 from asyncsync.losses import LateCalls, Losses
-from asyncsync.messages import EngineStatus, Policy
+from asyncsync.messages import STORES, EngineStatus, Policy, SendReceipt
 from asyncsync.report import EngineState
 from asyncsync.shared_lock import SharedRolloutLock
 from asyncsync.shield import CLEANUP_TIMEOUT, shielded
@@ -39,6 +42,9 @@ from asyncsync.sources import Sources
 
 ABORT_INTERVAL = 0.05
 """Seconds between two rounds of aborting, while those who read the last version are to leave."""
+
+PUBLISH_TIMEOUT = CLEANUP_TIMEOUT + PATIENCE
+"""Seconds for what an update wrote to a folder to be given its name there."""
 
 UNDO_TIMEOUT = 5 * CLEANUP_TIMEOUT
 """Seconds for all steps of undoing an update; each of them is bounded for itself."""
@@ -90,15 +96,36 @@ class Transaction:
         Raises:
             WeightUpdateError: It failed; the attempt's outcomes say where that left each engine.
         """
-        if self._attempt.staged:
-            async with self._undone_if_it_fails():
-                await self._transfer()
+        async with self._published_in_folder():
+            if self._attempt.staged:
+                async with self._undone_if_it_fails():
+                    await self._transfer()
+                    async with self._held_back(), self._undone_if_it_fails():
+                        await self._finish()
+            else:
                 async with self._held_back(), self._undone_if_it_fails():
+                    await self._transfer()
                     await self._finish()
-        else:
-            async with self._held_back(), self._undone_if_it_fails():
-                await self._transfer()
-                await self._finish()
+
+    @asynccontextmanager
+    async def _published_in_folder(self) -> AsyncIterator[None]:
+        """In the end readers of the folder find the version, if engines serve it (R3)."""
+        try:
+            yield
+        finally:
+            if self._attempt.switched and self._attempt.orders.publishes:
+                with self._clock.measure("publish"):
+                    self._attempt.unpublished = await shielded(self._publish_in_folder(), PUBLISH_TIMEOUT)
+
+    async def _publish_in_folder(self) -> Exception | None:
+        first, *_ = self._sources.all
+        epoch, digest, count = self._order.epoch, self._attempt.digest, len(self._sources.all)
+        try:
+            await first.call(lambda source: source.publish_weights(epoch, digest, count), CLEANUP_TIMEOUT)
+        except WeightUpdateError as error:
+            _log.warning("version %d is not published in the folder: %s", self._order.version, error)
+            return error
+        return None
 
     @asynccontextmanager
     async def _held_back(self) -> AsyncIterator[None]:
@@ -124,21 +151,54 @@ class Transaction:
     async def _transfer(self) -> None:
         """Send and receive at once; the first failure at either end wins (R5), and digests must agree (R12)."""
         orders = self._attempt.orders
+        sent: list[SendReceipt] = []
+        all_sent = asyncio.Event()
+
+        async def send() -> Sequence[SendReceipt]:
+            # A source gives a receipt; what gives none are ranks that only bring it something.
+            sent.extend(
+                cast("SendReceipt", receipt)
+                for receipt in await self._sources.race(
+                    lambda number, source: source.send_weights(orders.sources[number])
+                )
+            )
+            all_sent.set()
+            return sent
 
         def receive(member: Member) -> Awaitable[EngineReceipt]:
+            if orders.transports[member] in STORES:
+                return self._fetch(member, sent, all_sent)
             return member.call(lambda engine: engine.receive_weights(orders.engines[member]), waits=True)
 
         with self._clock.phase("transfer"):
             # Engines first: they are farther away.
             ends: dict[Member | None, Any] = {member: receive(member) for member in self._attempt.fleet.members}
-            ends[None] = self._sources.race(lambda number, source: source.send_weights(orders.sources[number]))
-            receipts = await race(ends)
+            ends[None] = send()
+            try:
+                receipts = await race(ends)
+            finally:
+                for place in (place for receipt in sent for place in receipt.stored.values()):
+                    place.objects.clear()  # nobody needs them any more, whoever still has this list
             self._attempt.sent = receipts.pop(None)
             for member, receipt in cast("dict[Member, EngineReceipt]", receipts).items():
                 member.sleeps |= receipt.slept
                 if receipt.digest is not None:
                     self._attempt.digests[member] = receipt.digest
             self._compare_digests()
+
+    async def _fetch(self, member: Member, sent: Sequence[SendReceipt], all_sent: asyncio.Event) -> EngineReceipt:
+        """Have an engine fetch what all sources have stored, once they have."""
+        await all_sent.wait()
+        order = self._attempt.orders.engines[member]
+        stored = tuple(receipt.stored[name] for receipt, name in zip(sent, order.connections, strict=True))
+        order = replace(order, stored=stored)
+        self._attempt.untold.discard(member)
+        try:
+            return await member.call(lambda engine: engine.receive_weights(order))
+        except TransferError as error:
+            if not isinstance(error, LinkLostError):
+                error.engine = member.name  # all is there, and others may find it
+            raise
 
     def _compare_digests(self) -> None:
         sent, received = self._attempt.digest, self._attempt.digests
@@ -342,7 +402,7 @@ class Transaction:
         for member, status in engines.items():
             member.is_lost = isinstance(status, Exception)
             member.sleeps |= isinstance(status, EngineStatus) and bool(status.released)
-            if isinstance(status, EngineStatus) and status.received is not None:
+            if isinstance(status, EngineStatus) and status.received is not None and member not in self._attempt.untold:
                 self._attempt.received[member] = status.received
         if switched:
             # Those that do not hold the new version are behind it, and must not serve.

@@ -66,24 +66,26 @@ _Found: TypeAlias = tuple[str, torch.dtype, torch.Size, object, Block | None]
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Tensors and what they are; the tensors are the live ones, not copies.
+    """Tensors and what they are; the tensors are the live ones, unless they are copies that were made of them.
 
     Attributes:
         specs: One per distinct tensor; tied names are aliases of one spec.
         tensors: The tensors, in the same order, detached; of a sharded one, what lies on this rank.
         holding: Which part of each tensor that is; None if every tensor is whole.
         gather: Collective. Gives a tensor whole, by its index, where no tensor lies here; on some ranks only None.
+        home: Where the weights are, if the tensors are copies of them that lie elsewhere.
     """
 
     specs: tuple[TensorSpec, ...]
     tensors: tuple[Tensor, ...]
     holding: Holding | None = None
     gather: Callable[[int], Tensor | None] | None = None
+    home: torch.device | None = None
 
     @property
     def device(self) -> torch.device:
         """Where the weights are, whether or not their memory is there now."""
-        return home_of(self.tensors)
+        return home_of(self.tensors) if self.home is None else self.home
 
 
 class WeightSource:
@@ -233,12 +235,27 @@ class _Reading:
             return None
         tensors, boxes = [], Boxes()
         for pair, found, own in zip(pairs, self.layout, self.is_own, strict=True):
-            held = _hold(pair, boxes)
-            if reason_against(held.tensor) is not None or _find(pair, held) != found:
-                return None
+            tensor = pair.weight if pair.master is None else pair.master
+            if not (pair.master is None and type(tensor) in _PLAIN and _is_as_found(pair.name, tensor, found)):
+                held = _hold(pair, boxes)
+                if reason_against(held.tensor) is not None or _find(pair, held) != found:
+                    return None
+                tensor = held.tensor
             if own:
-                tensors.append(held.tensor.detach())
+                tensors.append(tensor.detach())
         return tuple(tensors)
+
+
+_PLAIN = (Tensor, nn.Parameter)
+
+
+def _is_as_found(name: str, tensor: Tensor, found: _Found) -> bool:
+    """Whether a tensor of torch's own classes is certainly what was found: in one look, for there may be thousands."""
+    try:
+        where = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+    except RuntimeError:  # a kind that has no such thing
+        return False
+    return (name, tensor.dtype, tensor.shape, (*where, tensor.is_conj(), tensor.is_neg()), None) == found
 
 
 def _read_anew(pairs: Sequence[Pair], dtype: torch.dtype | None) -> tuple[_Reading, tuple[Tensor, ...]]:

@@ -37,9 +37,9 @@ from asyncsync import cluster
 from asyncsync.connection import TransportChoice
 from asyncsync.demo.language_model import Tokenizer, backpropagate, find_model, load_model
 from benchmarks import layouts
+from benchmarks.contenders import WrongBytesError
 from benchmarks.layouts import Layout
 from benchmarks.running import on_a_private_cluster, write_rows
-from benchmarks.sync_latency import WrongBytesError
 
 MODEL = "SmolLM2-135M-Instruct.Q4_1.gguf"
 ENGINES = 2

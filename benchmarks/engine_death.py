@@ -40,10 +40,10 @@ from rich.table import Table
 
 from asyncsync import WeightSynchronizer, WeightUpdateError, cluster
 from benchmarks import layouts
+from benchmarks.contenders import WrongBytesError
 from benchmarks.faulty import FaultyEngine
 from benchmarks.layouts import Layout
 from benchmarks.running import on_a_private_cluster
-from benchmarks.sync_latency import WrongBytesError
 
 CASE, QUICK_CASE = "1 GB", "64 MB"
 ROUNDS, QUICK_ROUNDS = 5, 2

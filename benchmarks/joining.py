@@ -31,9 +31,9 @@ from rich.table import Table
 import asyncsync
 from asyncsync import cluster
 from benchmarks import layouts
+from benchmarks.contenders import WrongBytesError
 from benchmarks.layouts import Layout
 from benchmarks.running import on_a_private_cluster, write_rows
-from benchmarks.sync_latency import WrongBytesError
 
 ROUNDS = 7
 CASES = ("tiny", "64 MB", "smollm2")

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import random
 import statistics
 import tempfile
 import time
@@ -33,9 +32,10 @@ from rich.table import Table
 import asyncsync
 from asyncsync import cluster
 from benchmarks import layouts
+from benchmarks.contenders import WARM_UP, BareGloo, WrongBytesError, in_turn
+from benchmarks.fleets import Fleet
 from benchmarks.layouts import Layout
 from benchmarks.running import on_a_private_cluster, write_rows
-from benchmarks.sync_latency import WARM_UP, BareGloo, Fleet, WrongBytesError
 
 ROUNDS = 7
 CASES = ("64 MB", "256 MB", "smollm2")
@@ -113,7 +113,7 @@ async def measure(layout: Layout, fleet: Fleet, size: int, folder: Path) -> dict
 
             contenders = {"ours": ours, "gather": gather, "gloo": gloo.run}
             for turn in range(WARM_UP + ROUNDS):
-                for name in random.Random(turn).sample(list(contenders), len(contenders)):
+                for name in in_turn(contenders, turn):
                     await every(ranks, "change")
                     took = await contenders[name]()
                     if turn >= WARM_UP:
@@ -130,6 +130,7 @@ async def measure_all(cases: Sequence[str], size: int, engines: int, say: Consol
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         async with Fleet.start(engines) as fleet:
+            await fleet.form_group()
             for case in cases:
                 say.print(f"{case}, {size} ranks, {engines} engines ...")
                 rows.append(await measure(layouts.all_layouts()[case], fleet, size, Path(folder)))

@@ -1,26 +1,33 @@
-"""What every benchmark does around its measuring: a private cluster, and rows to a file."""
+"""What every benchmark does around its measuring: a private cluster, a watch on the event loop, and rows to a file."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+import os
+import platform
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 import ray
+import torch
 
+from asyncsync.demo.measures import TICK, StallMeter
 from benchmarks import layouts
 
 T = TypeVar("T")
 
 
-def on_a_private_cluster(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+def on_a_private_cluster(
+    work: Callable[[], Coroutine[Any, Any, T]], *, object_store_memory: int = 100 * layouts.MB
+) -> T:
     """Run a coroutine on a cluster of this machine alone, which ends with it."""
     ray.init(
         num_cpus=2,
-        object_store_memory=100 * layouts.MB,
+        object_store_memory=object_store_memory,
         include_dashboard=False,
         log_to_driver=False,
         logging_level=logging.ERROR,
@@ -35,3 +42,33 @@ def write_rows(rows: Sequence[dict[str, Any]], file: Path | None) -> None:
     """Write the rows to a file, if one is wanted."""
     if file is not None:
         file.write_text(json.dumps(rows, indent=2) + "\n")
+
+
+@asynccontextmanager
+async def stalls_of_the_loop() -> AsyncIterator[StallMeter]:
+    """Watch this loop while the context is entered."""
+    meter = StallMeter()
+    watching = asyncio.create_task(meter.watch())
+    await asyncio.sleep(5 * TICK)
+    meter.longest_ms = 0.0
+    yield meter
+    await asyncio.sleep(2 * TICK)  # a loop that was blocked to the end is seen by the tick after it
+    watching.cancel()
+    await asyncio.wait([watching])
+
+
+def memory_available() -> int:
+    """Bytes that this machine can still give."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        key, value, *_ = line.split()
+        if key == "MemAvailable:":
+            return int(value) * layouts.KB
+    raise RuntimeError("this machine does not tell how much memory it has left")
+
+
+def machine() -> str:
+    """This machine and what runs on it, in one line."""
+    return (
+        f"{os.cpu_count()} CPU cores ({platform.machine()}), Python {platform.python_version()}, "
+        f"torch {torch.__version__}, ray {ray.__version__}"
+    )

@@ -42,9 +42,8 @@ from asyncsync.messages import Layout
 from asyncsync.shards import Block, Holding, ShardPlan
 from asyncsync.weights import WeightSource
 from benchmarks import layouts
-from benchmarks.running import write_rows
+from benchmarks.running import stalls_of_the_loop, write_rows
 from benchmarks.simulated import SharedPlan, SimulatedEngine, SimulatedTrainer
-from benchmarks.sync_latency import stalls_of_the_loop
 
 ENGINES, SOURCES, TENSORS = (1, 32, 256, 1024), (1, 8, 64), (1_000, 10_000, 100_000)
 QUICK_ENGINES, QUICK_SOURCES, QUICK_TENSORS = (1, 32), (1, 2), (500, 1_000)

@@ -157,6 +157,17 @@ class SimulatedTrainer:
             nbytes_changed=plan.nbytes,
         )
 
+    async def snapshot_weights(self, order: UpdateOrder) -> None:
+        """It has no weights to copy."""
+        await asyncio.sleep(0)
+
+    async def drop_snapshot(self, snapshot: str) -> None:
+        """It has copied nothing."""
+        await asyncio.sleep(0)
+
+    async def publish_weights(self, epoch: int, digest: str, sources: int) -> None:
+        """Nothing: no folder was written."""
+
     async def abort_send(self, epoch: int) -> None:
         """Nothing is being sent for long."""
         await asyncio.sleep(0)

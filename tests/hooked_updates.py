@@ -166,6 +166,14 @@ class Sections:
         self.tracked.setdefault(who, []).append(device.tracked())
 
 
+def step(weights: Mapping[str, Tensor], model: nn.Module) -> None:
+    """Change weights in the saver's memory, and the module that they were made of."""
+    for tensor, own in zip(weights.values(), model.state_dict(keep_vars=True).values(), strict=True):
+        if own.dtype is torch.float32 and own.numel() and 0 not in own.stride():
+            for one in (tensor, own.data):
+                one.add_(1)
+
+
 async def updated() -> Found:
     """A paused trainer updates engines, and stays paused; sections are counted on the way."""
     sections, model = Sections(), Zoo(1)
@@ -181,8 +189,8 @@ async def updated() -> Found:
 
     found: Found = {"counts": counts, "equal": [], "asleep": [], "intact": []}
 
-    def note(step: str) -> None:
-        counts[step] = sections.take()
+    def note(state: str) -> None:
+        counts[state] = sections.take()
         found["equal"].append(equal())
         found["asleep"].append(asleep())
 
@@ -196,24 +204,49 @@ async def updated() -> Found:
             note("connect fails")
         await synchronizer.update_weights()
         note("not connected")
-        for step in ("connected", "asked again"):
+        for state in ("connected", "asked again"):
             saver.resume()
             found["intact"].append({name: content(tensor) for name, tensor in weights.items()} == contents(model))
-            for tensor, own in zip(weights.values(), model.state_dict(keep_vars=True).values(), strict=True):
-                if own.dtype is torch.float32 and own.numel() and 0 not in own.stride():
-                    for one in (tensor, own.data):
-                        one.add_(1)
+            step(weights, model)
             saver.pause()
-            if step == "asked again":
+            if state == "asked again":
                 synchronizer._connection.forget()
             await synchronizer.update_weights()
-            note(step)
+            note(state)
         saver.resume()
     trainer = asyncsync.TrainerRank(weights, offload=False)
     async with asyncsync.WeightSynchronizer(trainer, engines, **options) as synchronizer:
         sections.take()
         await synchronizer.update_weights()
         note("not offloaded")
+    return found
+
+
+async def started() -> Found:
+    """A trainer that is paused again as soon as its weights are copied: it is resumed, and changed, as they travel."""
+    sections, model = Sections(), Zoo(1)
+    weights = on_device(dict(model.state_dict(keep_vars=True)))
+    engines = [ToldEngine(zoo(50)), ToldEngine(zoo(51), staged=False)]
+    found: Found = {"equal": [], "counts": []}
+    async with asyncsync.WeightSynchronizer(asyncsync.TrainerRank(weights), engines, timeout=60) as synchronizer:
+        await synchronizer.update_weights()
+        for _ in range(3):
+            saver.pause()
+            sections.take()
+            go_on = asyncio.Event()
+
+            async def wait(go_on: asyncio.Event = go_on) -> None:
+                await go_on.wait()
+
+            engines[0].before["receive_weights"] = wait
+            update = await synchronizer.start_update()
+            saver.resume()
+            was = contents(model)
+            step(weights, model)
+            go_on.set()
+            await update
+            found["counts"].append(sections.take())
+            found["equal"].append([contents(engine.module) for engine in engines] == [was] * 2)
     return found
 
 
@@ -659,6 +692,7 @@ PROGRAMS: dict[str, Callable[[], Any]] = {
             stale,
             naive_read,
             updated,
+            started,
             refusing,
             released,
             documented,

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import importlib.util
 import json
 import os
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -17,20 +19,26 @@ from rich.console import Console
 
 import asyncsync
 from asyncsync.buckets import TensorSpec
-from asyncsync.messages import UpdateOrder
+from asyncsync.demo.actors import running
+from asyncsync.messages import Transport, UpdateOrder
 from benchmarks import (
+    contenders,
     engine_death,
     gpu_check,
     guard_latency,
     joining,
     layouts,
+    overlap,
     scale,
     seed_loop,
     simulated,
     soak,
     sync_latency,
 )
+from benchmarks.fleets import Fleet
 from benchmarks.gpu_child import CHECKS
+from benchmarks.peers import command, entries, measuring
+from benchmarks.running import stalls_of_the_loop
 
 KEYS = [
     "case",
@@ -86,23 +94,194 @@ def test_change_changes_every_element_and_the_fingerprint() -> None:
 @pytest.mark.asyncio
 @pytest.mark.usefixtures("ray_cluster")
 async def test_measures_every_contender_and_finds_a_wrong_byte() -> None:
-    async with sync_latency.Fleet.start(2) as fleet:
+    async with Fleet.start(2) as near, Fleet.start(2) as fleet:
+        await fleet.form_group()
         for layout in (layouts.tiny(), layouts.even("uneven", 3, 5, 7)):
-            row = dataclasses.asdict(await sync_latency.measure(layout, fleet, rounds=1))
+            row = dataclasses.asdict(await sync_latency.measure(layout, near, fleet, rounds=1))
             assert list(row) == KEYS
             assert json.loads(json.dumps(row)) == row
             assert (row["case"], row["tensors"], row["engines"]) == (layout.name, len(layout.shapes), 2)
             assert all(row[key] > 0 for key in KEYS if key.endswith("_s"))
 
         sent = layouts.make_weights(layout)
-        seed = sync_latency.Seed(fleet, sent)
+        seed = contenders.Seed(fleet, sent)
         await seed.run()
         await seed.check()
         sent["layers.1.weight"].view(torch.uint8)[0, 0] ^= 1
-        with pytest.raises(sync_latency.WrongBytesError, match="Seed: engine 0"):
+        with pytest.raises(contenders.WrongBytesError, match="Seed: engine 0"):
             await seed.check()
         seed_loop.SeedLoop(fleet.engines, fleet.group, fleet.lock, bucket_size=100).update(sent)  # three buckets
         await seed.check()
+
+
+@pytest.mark.benchmarks
+@pytest.mark.timeout(400)
+def test_measures_the_peers_that_are_installed_and_names_the_others(tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    command = [sys.executable, "-m", "benchmarks.peers", "--quick", "--case", "tiny", "--json", str(file)]
+    process = subprocess.run(command, capture_output=True, text=True, timeout=350, check=False)
+    assert process.returncode == 0, process.stderr
+    rows = json.loads(file.read_text())
+    assert all(list(row) == ["contender", "layout", "seconds", "stall_ms", "first_s", "ours_s"] for row in rows)
+    assert all(row["layout"] == "tiny" and row["seconds"] > 0 and row["first_s"] > 0 for row in rows)
+    measured = [row["contender"] for row in rows]
+    assert len(set(measured)) == len(measured)
+    needed = {"torchrl": "torchrl", "torchstore": "torchstore", "Ray direct transport, NIXL": "nixl"}
+    for name in (entry.name for entry in entries.all_entries()):
+        said = f"not measured: {name}, tiny: "
+        assert (name in measured) != (said in process.stdout), process.stdout
+        if name not in needed:
+            assert name in measured
+        elif importlib.util.find_spec(needed[name]) is None:
+            assert f"{said}NotInstalledError: " in process.stdout
+    assert f"peer: ray.put, packed / {entries.REFERENCE}: tiny " in process.stdout
+
+
+class Failing(contenders.Contender):
+    """A way that leaves other bytes, or fails, in one of its runs."""
+
+    def __init__(self, error: Exception | None, run: int) -> None:
+        super().__init__([torch.zeros(4, dtype=torch.uint8)])
+        self._error = error
+        self._left = run
+
+    async def run(self) -> float:
+        self._left -= 1
+        if self._left == 0 and self._error is not None:
+            raise self._error
+        return 1.0
+
+    async def fingerprints(self) -> list[str]:
+        return [await self.expected() if self._left else "other bytes"]
+
+
+@pytest.mark.benchmarks
+@pytest.mark.asyncio
+@pytest.mark.usefixtures("ray_cluster")
+async def test_who_fails_or_leaves_other_bytes_has_no_figures() -> None:
+    def failing(name: str, kind: entries.Kind, error: Exception | None, run: int) -> entries.Entry:
+        return entries.Entry(name=name, kind=kind, sets=0, make=lambda _: contextlib.nullcontext(Failing(error, run)))
+
+    async def measure(more: list[entries.Entry]) -> measuring.Findings:
+        always = [entry for entry in entries.all_entries() if entry.name in (entries.FLOOR, entries.REFERENCE)]
+        return await measuring.measure(layouts.tiny(), [*always, *more], rounds=1, memory=2**40, say=said.append)
+
+    said: list[str] = []
+    broken = RuntimeError("first line\n\n  the reason  ")
+    peers = [failing("a", "peer", None, 1), failing("b", "peer", broken, 1), failing("c", "peer", broken, 4)]
+    peers.append(failing("d", "peer", None, 6))
+    findings = await measure([*peers, failing("sound", "peer", None, -1)])
+    assert [row.contender for row in findings.rows] == [entries.FLOOR, entries.REFERENCE, "sound"]
+    wrong = "WrongBytesError: Failing: engine 0 holds other bytes than were sent"
+    reasons = {"a": wrong, "b": "RuntimeError: the reason", "c": "RuntimeError: the reason", "d": wrong}
+    assert findings.missing == {(name, "tiny"): why for name, why in reasons.items()}
+    assert all(any(why in line for line in said) for why in reasons.values())
+    with pytest.raises(contenders.WrongBytesError):
+        await measure([failing("ours", "ours", None, 3)])
+
+
+def test_the_library_takes_part_over_each_of_its_transports() -> None:
+    union = Literal["a", "b"] | Literal["c"]
+    assert entries._names(union) == ["a", "b", "c"]
+    names = {entry.name for entry in entries.all_entries() if entry.kind == "ours"}
+    assert {entries.our_name("broadcast", staged=False), entries.REFERENCE} < names
+    assert len(names) == 2 * len([name for name in entries._names(Transport) if name != "pynccl"])
+
+
+def test_as_many_run_together_as_there_is_memory_for() -> None:
+    layout, everyone = layouts.all_layouts()["1 GB"], entries.all_entries()
+    for memory in (2**20, 20 * 2**30, 2**50):
+        found = measuring.heats(everyone, layout, memory)
+        always, *_ = ([entry.name for entry in heat[:2]] for heat in found)
+        assert always == [entries.FLOOR, entries.REFERENCE]
+        assert all([entry.name for entry in heat[:2]] == always for heat in found)
+        others = [entry.name for heat in found for entry in heat[2:]]
+        assert others == [entry.name for entry in everyone if entry.name not in always]
+        for heat in found:
+            sets = entries.PLACE_SETS + sum(entry.sets for entry in heat)
+            assert len(heat) == 3 or sets * layout.nbytes <= memory
+    assert len(found) == 1
+    assert len(measuring.heats(everyone, layout, 2**20)) == len(everyone) - 2
+    assert measuring.heats(everyone[:1], layout, 0) == [everyone[:1]]
+
+
+def test_the_peers_table_says_who_is_faster(capsys: pytest.CaptureFixture[str]) -> None:
+    everyone = [entry for entry in entries.all_entries() if entry.kind != "ours" or entry.name == entries.REFERENCE]
+    took = {entry.name: 2.0 for entry in everyone} | {"torchrl": 0.5, entries.FLOOR: 0.1, entries.REFERENCE: 1.0}
+    rows = [
+        measuring.Row(contender=name, layout="x", seconds=seconds, stall_ms=1.0, first_s=1.0, ours_s=1.0)
+        for name, seconds in took.items()
+        if name != "torchstore"
+    ]
+    command.show(measuring.Findings(rows, {("torchstore", "x"): "NotInstalledError: [no]"}), everyone)
+    printed = capsys.readouterr().out
+    assert f"peer: torchrl / {entries.REFERENCE}: x 0.50 (FASTER)" in printed
+    assert f"bare: memcpy / {entries.REFERENCE}: x 0.10\n" in printed
+    assert f"peer: seed's loop / {entries.REFERENCE}: x 2.00\n" in printed
+    assert printed.count("FASTER") == 1
+    assert "not measured: torchstore, x: NotInstalledError: [no]" in printed
+
+
+@pytest.mark.benchmarks
+@pytest.mark.asyncio
+@pytest.mark.usefixtures("ray_cluster")
+async def test_measures_what_an_update_holds_up(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(overlap, "WINDOW", 0.1)
+    rows = await overlap.measure(layouts.tiny(), rounds=1)
+    keys = ["mode", "rollouts_before", "rollouts_during", "rollouts_after", "update_ms", "pause_ms"]
+    keys += ["trainer_stall_ms", "memcpy_ms", "stall_ms"]
+    for row in map(dataclasses.asdict, rows):
+        assert list(row) == keys
+        assert json.loads(json.dumps(row)) == row
+        assert row["rollouts_before"] > 0
+        assert row["rollouts_after"] > 0
+        assert 0 < row["pause_ms"] <= row["update_ms"]
+        assert 0 < row["trainer_stall_ms"] <= row["update_ms"]
+    overlap.show("tiny", rows)
+    printed = capsys.readouterr().out
+    there = hasattr(asyncsync.WeightSynchronizer, "start_update")
+    calls = overlap.CALLS if there else overlap.CALLS[:1]
+    assert [row.mode for row in rows] == [f"{kind}, {call}" for kind in ("staged", "in place") for call in calls]
+    assert ("not measured: start_update()" in printed) != there
+
+
+@pytest.mark.benchmarks
+@pytest.mark.asyncio
+@pytest.mark.usefixtures("ray_cluster")
+async def test_an_update_that_brings_other_bytes_than_the_trainer_had_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def update_weights(synchronizer: asyncsync.WeightSynchronizer) -> asyncsync.WeightUpdate:
+        layouts.change(training.weights.values())
+        return await update(synchronizer)
+
+    update = asyncsync.WeightSynchronizer.update_weights
+    monkeypatch.setattr(asyncsync.WeightSynchronizer, "update_weights", update_weights)
+    monkeypatch.setattr(overlap, "WINDOW", 0.01)
+    training = overlap.Training(layouts.tiny())
+    wanted = (overlap.RemoteRollingEngine, (layouts.tiny(), True))
+    async with running(wanted) as engines, asyncsync.WeightSynchronizer(training.weights, engines) as synchronizer:
+        bench = overlap.Bench(training, {"staged": engines}, {"staged": synchronizer})
+        with pytest.raises(contenders.WrongBytesError, match="staged, update_weights: an engine holds other bytes"):
+            await bench.update("staged", "update_weights")
+
+
+def test_rollouts_are_counted_between_two_moments() -> None:
+    assert overlap.rate([[0.5, 1.0, 1.5, 2.0], [1.75], []], 1.0, 2.0) == 3
+    assert overlap.rate([[0.5, 2.5]], 1.0, 1.5) == 0
+
+
+def test_what_staged_engines_reach_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    figures = {"rollouts_before": 100.0, "rollouts_during": 60.0, "rollouts_after": 100.0, "update_ms": 100.0}
+    figures |= {"pause_ms": 4.0, "trainer_stall_ms": 30.0, "memcpy_ms": 20.0, "stall_ms": 3.0}
+    modes = ("staged, start_update", "staged, update_weights", "in place, start_update")
+    overlap.show("x", [overlap.Row(mode=mode, **figures) for mode in modes])
+    printed = capsys.readouterr().out
+    assert "staged, start_update: pause / update 0.04, target 0.05\n" in printed
+    assert "staged, start_update: rollouts during / before 0.6, target 0.7 MISSED" in printed
+    assert "staged, start_update: trainer stall / memcpy 1.5, target 1.4 MISSED" in printed
+    assert "staged, update_weights: trainer stall" not in printed
+    assert "in place, start_update: " not in printed
 
 
 @pytest.mark.benchmarks
@@ -177,7 +356,7 @@ def test_the_table_shows_every_row(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 async def _blocked(seconds: float) -> float:
-    async with sync_latency.stalls_of_the_loop() as meter:
+    async with stalls_of_the_loop() as meter:
         time.sleep(seconds)  # noqa: ASYNC251, TID251 - a blocked loop is what must be seen
     return meter.longest_ms
 

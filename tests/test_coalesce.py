@@ -152,3 +152,67 @@ async def test_closing_ends_the_run_and_tells_everyone_who_waits() -> None:
     with pytest.raises(ClosedError):
         await coalescer.request()
     assert work.begun == 1
+
+
+class Halfway(Work):
+    """A run of two parts: it says that it is halfway when told, and ends when told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.half = asyncio.Event()
+        self.coalescer = Coalescer(self, "test")
+
+    async def __call__(self) -> int:
+        await self.half.wait()
+        self.coalescer.halfway()
+        return await super().__call__()
+
+
+async def test_who_starts_a_run_goes_on_halfway_and_has_a_share_in_it_until_the_end() -> None:
+    work = Halfway()
+    plain = asyncio.create_task(work.coalescer.request())
+    starting = asyncio.create_task(work.coalescer.start())
+    await asyncio.sleep(0)
+    assert not starting.done()
+    work.half.set()
+    share = await starting
+    assert [work.coalescer.started, share.done] == [True, False]
+    assert not plain.done()
+    plain.cancel()
+    await asyncio.wait([plain])
+    assert work.active == 1, "who has started it still has a share"
+    work.gate.set()
+    assert [await share.outcome(), await share.outcome()] == [1, 1]
+    assert [work.coalescer.started, share.done] == [False, True]
+
+
+async def test_a_share_that_is_left_by_the_last_ends_the_run() -> None:
+    work = Halfway()
+    work.half.set()
+    first, second = await asyncio.gather(work.coalescer.start(), work.coalescer.start())
+    await first.leave()
+    await first.leave()
+    assert work.active == 1
+    await second.leave()
+    assert work.active == 0
+    for share in (first, second):
+        with pytest.raises(asyncio.CancelledError):
+            await share.outcome()
+
+
+async def test_a_run_that_fails_before_it_is_halfway_fails_who_starts_it() -> None:
+    work = Work()
+    work.fail = ValueError("planned")
+    work.gate.set()
+    coalescer = Coalescer(work, "test")
+    with pytest.raises(ValueError, match="planned"):
+        await coalescer.start()
+    assert coalescer.callers == 0
+
+
+async def test_a_run_without_halves_is_over_when_who_starts_it_goes_on() -> None:
+    work = Work()
+    work.gate.set()
+    share = await Coalescer(work, "test").start()
+    assert share.done
+    assert await share.outcome() == 1

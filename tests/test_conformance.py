@@ -30,11 +30,12 @@ def little_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("asyncsync.testing.PATIENCE", 0.5)
 
 
-@pytest.fixture(params=["shared", "broadcast"])
-def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> TransportChoice:
+@pytest.fixture(params=["shared", "broadcast", "folder"])
+def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> TransportChoice:
     """What the checks' updates go through."""
     chosen: TransportChoice = request.param
-    monkeypatch.setattr("asyncsync.testing.WeightSynchronizer", partial(asyncsync.WeightSynchronizer, transport=chosen))
+    options: dict[str, Any] = {"transport": chosen, "folder": tmp_path if chosen == "folder" else None}
+    monkeypatch.setattr("asyncsync.testing.WeightSynchronizer", partial(asyncsync.WeightSynchronizer, **options))
     return chosen
 
 

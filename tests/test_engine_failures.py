@@ -324,7 +324,7 @@ async def test_a_frozen_engine_hears_that_it_is_behind_as_soon_as_it_thaws(step:
 
 @pytest.mark.exhaustive
 async def test_one_that_does_not_receive_is_told_from_those_who_wait_for_it_and_named_with_the_bucket() -> None:
-    async with synced(count=3, staged=False) as (trainer, engines, synchronizer):
+    async with synced(count=3, staged=False, transport="broadcast") as (trainer, engines, synchronizer):
         await synchronizer.update_weights()
         change(trainer)
         synchronizer._timeout = 2.0

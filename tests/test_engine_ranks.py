@@ -15,6 +15,7 @@ from torch import nn
 
 import asyncsync
 from asyncsync import EngineError, EngineGroup, EngineState, MembershipError, WeightSynchronizer, cluster
+from asyncsync.connection import TransportChoice
 from asyncsync.messages import EngineStatus
 from tests.engines import CONNECTING, IN_PLACE, STAGED, ToldEngine, change, failing, flip_a_bit, gate_of, holds, zoo
 from tests.parallel import RemoteRank, Served, become, every
@@ -440,9 +441,11 @@ def actors(ray_cluster: None) -> Iterator[list[Any]]:
 
 @pytest.mark.ranks
 @BOTH
-@pytest.mark.parametrize("bucket_size", [64, 1 << 20])
+@pytest.mark.parametrize(
+    ("bucket_size", "transport"), [(64, "auto"), (1 << 20, "auto"), (64, "objects"), (1 << 20, "folder")]
+)
 async def test_tensor_parallel_ranks_hold_together_what_the_trainer_sends(
-    actors: list[Any], tmp_path: Path, staged: bool, bucket_size: int
+    actors: list[Any], tmp_path: Path, staged: bool, bucket_size: int, transport: TransportChoice
 ) -> None:
     pair, single = actors[:2], actors[2]
     await become(pair, "tensor parallel", tmp_path, staged=staged)
@@ -450,7 +453,8 @@ async def test_tensor_parallel_ranks_hold_together_what_the_trainer_sends(
     trainer = Served(1)
     shapes = await every(pair, "here")
     assert (shapes[0]["deep"], shapes[1]["deep"]) == ((3, 3, 7), (3, 2, 7))
-    async with WeightSynchronizer(trainer, [pair, single], bucket_size=bucket_size) as synchronizer:
+    options: dict[str, Any] = {"transport": transport, "folder": tmp_path if transport == "folder" else None}
+    async with WeightSynchronizer(trainer, [pair, single], bucket_size=bucket_size, **options) as synchronizer:
         for version in (1, 2, 3):
             update = await synchronizer.update_weights()
             assert [outcome.digest for outcome in update.outcomes] == [update.digest] * 2

@@ -20,6 +20,7 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
     [
         ("rollout_loop.py", "WeightUpdate(version=6, 2/2 engines"),
         ("surviving_loop.py", "7 versions, and 3 engines in the end"),
+        ("two_sites.py", "the other site serves version 3: "),
     ],
 )
 async def test_an_example(name: str, last: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine
 from contextlib import suppress
+from tempfile import TemporaryDirectory
 from typing import Any, Literal, TypeVar
 
 import hypothesis
@@ -72,6 +73,7 @@ class Histories(RuleBasedStateMachine):
         self.engines: list[ToldEngine] = []
         self.values: dict[int, float] = {}  # what each version holds
         self.transport: TransportChoice = "auto"
+        self.folder = TemporaryDirectory()
         self.restarted: list[ToldEngine] = []  # and the synchronizer does not know
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
@@ -94,6 +96,7 @@ class Histories(RuleBasedStateMachine):
             timeout=300.0,
             on_engine_failure=self.on_failure,
             transport=self.transport,
+            folder=self.folder.name if self.transport == "folder" else None,
         )
 
     def pick(self, index: int) -> ToldEngine:
@@ -116,7 +119,7 @@ class Histories(RuleBasedStateMachine):
     @initialize(
         staged=strategies.lists(strategies.booleans(), min_size=1, max_size=3),
         on_failure=strategies.sampled_from(["raise", "drop", "abort"]),
-        transport=strategies.sampled_from(["shared", "broadcast"]),
+        transport=strategies.sampled_from(["shared", "broadcast", "folder"]),
     )
     def begin(
         self, staged: list[bool], on_failure: Literal["raise", "drop", "abort"], transport: TransportChoice
@@ -157,6 +160,29 @@ class Histories(RuleBasedStateMachine):
         with suppress(asyncsync.WeightUpdateError):
             self.run(self.synchronizer.update_weights())
         self.note()
+
+    @rule(
+        fault=strategies.none() | strategies.tuples(engine_index, strategies.sampled_from(CALLS)),
+        cancelled=strategies.booleans(),
+    )
+    def started_update(self, fault: tuple[int, str] | None, cancelled: bool) -> None:
+        """The trainer takes a step as soon as its weights are copied; engines get the copy, or nothing."""
+        was = self.value
+        if fault is not None:
+            self.pick(fault[0]).before[fault[1]] = failing(OSError("no"))
+
+        async def started() -> None:
+            update = await self.synchronizer.start_update()
+            self.step()
+            await (update.cancel() if cancelled else update)
+
+        with suppress(asyncsync.WeightUpdateError):
+            self.run(started())
+        now, self.value = self.value, was
+        self.note()
+        self.value = now
+        if fault is None and not cancelled:
+            assert [value_of(engine) for engine in self.engines] == [was] * len(self.engines)
 
     @rule(at=strategies.integers(0, 12), when=strategies.sampled_from(["waiting", "handed over"]))
     def cancelled_update(self, at: int, when: Literal["waiting", "handed over"]) -> None:
@@ -279,6 +305,7 @@ class Histories(RuleBasedStateMachine):
         asyncsync.ModuleEngine.__init__(engine, served(-1.0), staged=staged)
         self.restarted.append(engine)
         engine._asyncsync.record.taint("its process was restarted, and holds weights of no version")
+        self.forget()
 
     @rule()
     def another_conductor_takes_over(self) -> None:
@@ -289,10 +316,14 @@ class Histories(RuleBasedStateMachine):
         self.run(self.synchronizer.connect())
         taken = self.synchronizer.weight_version
         assert taken is None or taken <= (version or 0)
-        # Numbers that nobody knows any more, of engines that were restarted or have left, may come again.
-        known = max(engine._asyncsync.record.version or 0 for engine in self.engines)
-        self.values = {number: value for number, value in self.values.items() if number <= known}
+        self.forget()
         self.note()
+
+    def forget(self) -> None:
+        """Numbers that nobody knows any more, of engines that were restarted or have left, may come again."""
+        versions = (engine._asyncsync.record.version for engine in self.engines)
+        known = max(version or 0 for version in (self.synchronizer.weight_version, *versions))
+        self.values = {number: value for number, value in self.values.items() if number <= known}
 
     @invariant()
     def all_is_whole(self) -> None:
@@ -302,6 +333,10 @@ class Histories(RuleBasedStateMachine):
         assert "free" in repr(self.synchronizer._lock)
         assert not self.synchronizer._busy.locked()
         version = self.synchronizer.weight_version
+        if self.transport == "folder" and version is not None:
+            published = asyncsync.read_weights(self.folder.name)
+            found = {float(each) for tensor in published.tensors.values() for each in tensor.reshape(-1)}
+            assert (published.version, found) == (version, {self.values[version]})
         for engine in self.engines:
             status = self.run(asyncsync.ModuleEngine.describe_engine(engine))
             assert engine._asyncsync.receiver.session is None
@@ -322,6 +357,7 @@ class Histories(RuleBasedStateMachine):
             left = asyncio.all_tasks(self.loop)
             assert not left, left
         self.loop.close()
+        self.folder.cleanup()
 
 
 @pytest.fixture(autouse=True)

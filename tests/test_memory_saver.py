@@ -203,6 +203,12 @@ def test_guarded_sections_are_as_few_as_promised(run: Callable[..., Found]) -> N
     }
 
 
+def test_a_trainer_whose_weights_are_copied_may_be_resumed_and_changed(run: Callable[..., Found]) -> None:
+    found = run("started")
+    assert found["equal"] == [True] * 3
+    assert found["counts"] == [2] * 3, "one to copy, one to send"
+
+
 def test_what_cannot_be_read_is_refused_before_anything_is_sent(run: Callable[..., Found]) -> None:
     found = run("refusing")
     assert (found["names"], found["calls"], found["untouched"]) == (["lost"], ["describe_engine"], True)

@@ -36,6 +36,8 @@ FLOORS = (
     },
     {
         "weights",
+        "weight_files",
+        "reading",
         "messages",
         "checksums",
         "cluster",
@@ -45,6 +47,7 @@ FLOORS = (
         "delta_sending",
         "sender_thread",
         "gathering",
+        "held",
     },
     {"engines", "rank_worker", "trainer", "trainer_group", "shared_lock"},
     {
@@ -58,6 +61,7 @@ FLOORS = (
         "readers",
         "tally",
         "transaction",
+        "started",
     },
     {"synchronizer"},
     {"__init__"},
@@ -80,6 +84,7 @@ DOORS = {
     "sglang": {"engines"},
     "httpx": {"engines"},
     "msgspec": {"engines"},
+    "safetensors": {"weight_files"},
 }
 """Third parties that one module is the door to; cli and demos may start the cluster they run on."""
 

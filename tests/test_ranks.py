@@ -18,9 +18,10 @@ from torch import nn
 
 import asyncsync
 from asyncsync import EngineState, PlanError, WeightSynchronizer, cluster
+from asyncsync.messages import STORES, Store
 from tests.cancelling import CancelAt
 from tests.engines import ToldEngine, failing
-from tests.sample import contents
+from tests.sample import content, contents
 from tests.sharded import Mixed, RemoteShardedTrainer, become, every
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.ranks]
@@ -59,6 +60,24 @@ async def test_engines_get_what_the_ranks_hold_together(
                 whole, *others = await every(ranks, "whole")
                 assert all(other == whole for other in others)
                 assert [contents(engine.module) for engine in engines] == [whole, whole]
+
+
+@pytest.mark.parametrize("store", STORES)
+async def test_sharded_ranks_store_what_they_hold_together(actors: list[Any], store: Store, tmp_path: Path) -> None:
+    ranks, options = actors[:2], {"transport": store, "folder": tmp_path / "weights"}
+    await become(ranks, "fsdp", tmp_path)
+    engines = [ToldEngine(Mixed(7)), ToldEngine(Mixed(8), staged=False)]
+    async with WeightSynchronizer(ranks, engines, bucket_size=256, **options) as synchronizer:  # type: ignore[arg-type]
+        for _ in range(3):
+            await every(ranks, "step")
+            update = await synchronizer.update_weights()
+            whole, _ = await every(ranks, "whole")
+            assert [contents(engine.module) for engine in engines] == [whole, whole]
+            published = asyncsync.read_weights(tmp_path / "weights")
+            assert (published.version, published.digest) == (update.version, update.digest)
+            assert {name: content(tensor) for name, tensor in published.tensors.items()} == whole
+        assert [engine.joined for engine in engines] == [[], []]
+    assert await every(ranks, "groups") == [0, 0], "the ranks have left each other"
 
 
 @pytest.mark.parametrize("kind", ["fsdp", "tensor parallel"])
@@ -112,6 +131,42 @@ async def test_a_trainer_that_sleeps_makes_its_groups_anew_for_every_update_and_
         assert await every(ranks, "hooks_called") == [["before", "after"] * 3] * size
 
 
+@pytest.mark.parametrize(("kind", "size"), [*CASES[:3], CASES[4], ("scattered", 3)], ids=lambda value: f"{value}")
+async def test_a_started_update_brings_what_the_ranks_held_then(
+    actors: list[Any], kind: str, size: int, tmp_path: Path
+) -> None:
+    ranks = actors[:size]
+    await become(ranks, kind, tmp_path, seed=5)
+    model = Mixed(5)  # of what the ranks hold, if nobody but their gathering can tell
+    engines = [ToldEngine(Mixed(7)), ToldEngine(Mixed(8), staged=False)]
+    async with WeightSynchronizer(ranks, engines, bucket_size=256) as synchronizer:
+        for fails in (False, False, True):
+            was = contents(model) if kind == "scattered" else (await every(ranks, "whole"))[0]
+            go_on = asyncio.Event()
+
+            async def wait(go_on: asyncio.Event = go_on) -> None:
+                await go_on.wait()
+
+            engines[0].before["receive_weights"] = wait
+            if fails:
+                engines[1].before["receive_weights"] = failing(OSError("no"))
+            update = await synchronizer.start_update()
+            await every(ranks, "step")
+            with torch.no_grad():
+                for tensor in {id(tensor): tensor for tensor in model.state_dict(keep_vars=True).values()}.values():
+                    tensor.mul_(-2)
+            go_on.set()
+            if fails:
+                with pytest.raises(asyncsync.EngineError, match="OSError: no"):
+                    await update
+            else:
+                await update
+            assert [contents(engine.module) == was for engine in engines] == [True, not fails]
+        await synchronizer.update_weights()
+        now = contents(model) if kind == "scattered" else (await every(ranks, "whole"))[0]
+        assert [contents(engine.module) for engine in engines] == [now, now]
+
+
 async def test_weights_are_rebuilt_from_each_ranks_shards_of_the_masters(actors: list[Any], tmp_path: Path) -> None:
     await become(actors[:2], "masters", tmp_path)
     for bucket_size in (64, 1 << 20):
@@ -133,7 +188,7 @@ async def test_no_rank_needs_more_than_two_buckets(actors: list[Any], kind: str,
     ranks = actors[:3] if kind == "scattered" else actors
     await become(ranks, kind, tmp_path)
     for bucket_size in (256, 512):
-        async with WeightSynchronizer(ranks, served(7), bucket_size=bucket_size) as synchronizer:
+        async with WeightSynchronizer(ranks, served(7), bucket_size=bucket_size, transport="broadcast") as synchronizer:
             for _ in range(2):
                 await synchronizer.update_weights()
             padding = 64 * 7 * len(ranks)  # a tensor and rank, in what is brought for a bucket

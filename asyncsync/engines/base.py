@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
-from asyncsync.messages import Checksums, Contacts, EngineStatus, Layout, Policy, Rendezvous, UpdateOrder
+from asyncsync.messages import Checksums, Contacts, EngineStatus, Layout, Policy, Rendezvous, Stored, UpdateOrder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,10 +16,12 @@ class EngineReceipt:
     Attributes:
         digest: Digest of the whole set of weights, as the engine computed it from the bytes that arrived; None if it
             cannot tell, as one that receives by itself: what it has loaded is to be compared another way.
+        stored: Of one that gives its weights: what it has put where others fetch it, by the store's connection.
         slept: Whether it had released memory. If the update fails now, it takes its time: to put that back to sleep.
     """
 
     digest: str | None
+    stored: Mapping[str, Stored] = field(default_factory=dict)
     slept: bool = False
 
 

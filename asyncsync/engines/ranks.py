@@ -174,6 +174,7 @@ def _join(statuses: Sequence[EngineStatus]) -> EngineStatus:
         gpus=tuple(gpu for status in statuses for gpu in status.gpus),
         staged=all(status.staged for status in statuses),
         node=front.node if all(status.node == front.node for status in statuses) else "",
+        stores=tuple(each for each in front.stores if all(each in status.stores for status in statuses)),
         policies=tuple(each for each in front.policies if all(each in status.policies for status in statuses)),
         world_size=sum(status.world_size for status in statuses),
         epoch=max(status.epoch for status in statuses),

@@ -12,7 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import anyio
 import torch
@@ -31,6 +31,9 @@ from asyncsync.transports.base import QUIET_TIMEOUT, LentArena, Link
 from asyncsync.transports.envelopes import Content, Inbox
 from asyncsync.transports.memory_files import shared_nbytes
 from asyncsync.transports.seat import Seat
+from asyncsync.transports.stored import FetchingLink
+from asyncsync.transports.stores import fetching_links
+from asyncsync.weight_files import FileLayouts
 
 
 @dataclass(slots=True)
@@ -98,6 +101,7 @@ class Receiver:
         self._worker = worker
         self._address = address
         self._device = device
+        self._layouts = FileLayouts()
         self.seats: dict[int, Seat] = {}
         self.session: Session | None = None
 
@@ -130,12 +134,14 @@ class Receiver:
         # What an engine allocates to receive must not go when it releases its memory.
         return memory_saver_guard(thread=self._worker.current, device=self._device())
 
-    def links(self, order: UpdateOrder) -> list[Link]:
-        """The groups that an order names.
+    def links(self, order: UpdateOrder, plan: Plan) -> Sequence[Link]:
+        """The groups that an order names; or ways to where it says that all was stored.
 
         Raises:
             OutOfStepError: This engine is not in all of them.
         """
+        if order.stored:
+            return fetching_links(order, plan, self._layouts)
         held = {seat.connection: seat.link for seat in self.seats.values()}
         links = [link for connection in order.connections if (link := held.get(connection)) is not None]
         if not links or len(links) != len(order.connections):
@@ -151,11 +157,14 @@ class Receiver:
         self._record.check_new(order)
         if plan is None or plan.digest != order.plan_digest:
             raise OutOfStepError(f"the layout of this update was not agreed on with this engine {ANOTHER}")
-        self.links(order)
+        self.links(order, plan)
         return plan
 
     def close(self, links: Sequence[Link]) -> None:
         """Leave groups whose operations may still run."""
+        for link in links:
+            if isinstance(link, FetchingLink):
+                link.close()
         for seat in self.seats.values():
             if seat.link in links:
                 seat.close()
@@ -182,7 +191,8 @@ class Receiver:
                 raise EngineError(f"the update of epoch {last.order.epoch} is still being received")
             await self._worker.run(self._drop, last)  # nobody came to finish it
         plan = self.check(order, plan)
-        links = self.links(order)
+        links = self.links(order, plan)
+        order = replace(order, stored=())  # the links have what they need of it, and let go of it
         self._record.see(order.epoch)
         scope = anyio.CancelScope(deadline=anyio.current_time() + order.timeout)
         session = self.session = Session(order, plan, loader(links[0].device), links, scope)

@@ -12,7 +12,7 @@ import itertools
 import logging
 import math
 import threading
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import replace
 
 import torch
@@ -21,6 +21,7 @@ from torch import nn
 from asyncsync import cluster
 from asyncsync.buckets import Plan, list_names
 from asyncsync.devices import gpu_of, home_of
+from asyncsync.digests import Digests
 from asyncsync.engines.base import EngineReceipt
 from asyncsync.engines.binding import Binding, bind, local_tensors, module_shards
 from asyncsync.engines.gate import Generations
@@ -32,10 +33,13 @@ from asyncsync.engines.waking import WAKE_TIMEOUT, OwnMemory, Woken, asleep_and_
 from asyncsync.errors import EngineError, OutOfStepError, PlanError, TaintedEngineError
 from asyncsync.messages import WEIGHTS, Contacts, EngineStatus, Layout, Policy, Rendezvous, UpdateOrder
 from asyncsync.packing import digest_weights
-from asyncsync.sending import OwnTensors, Sender
+from asyncsync.sending import Filler, OwnTensors, Sender
 from asyncsync.shield import shielded
 from asyncsync.threads import RenewedThread, WorkerThread
+from asyncsync.transports.base import Link
 from asyncsync.transports.memory_files import this_node
+from asyncsync.transports.stored import StoringLink
+from asyncsync.transports.stores import stores_here
 
 _log = logging.getLogger("asyncsync")
 
@@ -126,6 +130,7 @@ class ServedModule:
             device=self._home.type,
             gpus=gpu_of(self._home),
             node=this_node(),
+            stores=stores_here(),
             staged=self._staged,
             policies=self.generations.policies,
             connections=self.receiver.connections,
@@ -188,7 +193,7 @@ class ServedModule:
                 "its weights were released with no copy kept, and this update brings only some of them (partial=True): "
                 "send all, or keep a copy (keeps_released_weights)"
             )
-        self._expect_end(order)
+        self._expect_end(replace(order, stored=()))
         self.record.see(order.epoch)
         self._woken.begin(order.epoch, self.record.committed_epoch)
         if not self._staged:
@@ -241,12 +246,15 @@ class ServedModule:
         binding = self._binding
         if binding is None or binding.shards or binding.plan.digest != order.plan_digest:
             raise OutOfStepError("the layout that was asked for is not this engine's, or it holds shards only")
-        links = self.receiver.links(order)
+        links = self.receiver.links(order, binding.plan)
         stop = self._givings[order.epoch] = threading.Event()
         filler = OwnTensors(binding.plan, [targets[0] for targets in binding.targets])
+        stores = [link for link in links if isinstance(link, StoringLink)]
+        for store in stores:
+            store.order = order
         try:
             async with asyncio.timeout(order.timeout):
-                digests = await self._worker.run(self._sender.send, binding.plan, filler, links, stop)
+                digests = await self._worker.run(self._give, binding.plan, filler, links, stores, stop)
         except BaseException:
             stop.set()
             self._sender.forget()
@@ -254,7 +262,18 @@ class ServedModule:
             raise
         finally:
             del self._givings[order.epoch]
-        return EngineReceipt(digest=binding.plan.digest_of(digests))
+        stored = {store.connection: store.place() for store in stores}
+        return EngineReceipt(digest=binding.plan.digest_of(digests), stored=stored)
+
+    def _give(
+        self, plan: Plan, filler: Filler, links: Sequence[Link], stores: Sequence[StoringLink], stop: threading.Event
+    ) -> Digests:
+        for store in stores:
+            store.begin(plan)
+        digests = self._sender.send(plan, filler, links, stop)
+        for store in stores:
+            store.complete(stop)
+        return digests
 
     # -- what it does itself --------------------------------------------------------------------------------------
 
@@ -279,7 +298,7 @@ class ServedModule:
         session = self.receiver.session
         if order.epoch == self.record.epoch:
             self.record.end(order.epoch)  # a call that still waits for the engine to wake up must not go on
-        if session is not None and session.order is order:
+        if session is not None and session.order.epoch == order.epoch:
             _log.warning("update %d was not finished in time: is its conductor gone? It is dropped", order.version)
             await self.receiver.abort()
         if order.epoch == self.record.epoch:

@@ -5,7 +5,7 @@ many can exist beside the trainer's own groups, and leaving one touches no other
 uint8 tensor, since gloo refuses many dtypes and a tensor is its bytes anyway. This floor is the only one that uses
 ``torch.distributed``.
 
-Six facts shape it.
+Seven facts shape it.
 
 * A gloo operation that is in the middle of its bytes does not hear that its peer is gone: it ends by its timeout alone.
   So operations have a finite one, waits can be abandoned, and a closed link keeps its group alive aside until its last
@@ -19,6 +19,8 @@ Six facts shape it.
   thread that can be left behind, too.
 * A process group must not be dropped on one of its own threads, or while it is busy, since its destructor waits; so it
   is dropped on a thread made for that.
+* gloo lets in whoever says a small number at its port. So members prove each other that they know the group's name
+  before anything is sent (:mod:`asyncsync.transports.proof`).
 * No Python code may run on gloo's threads: a callback on an operation that was left behind and ends while the
   interpreter shuts down would end the process with SIGABRT (its thread asks for the GIL, is unwound by Python, and C++
   calls that a terminate; Python 3.14 hangs such threads instead). So an operation is waited for on the member's worker
@@ -49,6 +51,7 @@ from torch.distributed import BroadcastOptions, ProcessGroup, Work
 from asyncsync.errors import ConnectError, LinkLostError, TransferError
 from asyncsync.messages import PROTOCOL_VERSION, Contacts, Rendezvous
 from asyncsync.transports.meeting import MeetingStore
+from asyncsync.transports.proof import prove_each_other, willing
 
 _FORM_TIMEOUT = 10.0  # seconds to wait for the group to form once every member is there; it takes milliseconds
 _GLOO_TIMEOUT = _FORM_TIMEOUT / 5  # gloo takes this five times
@@ -121,7 +124,8 @@ class Joining:
         Raises:
             ConnectError: It cannot be reached: joining has failed already.
         """
-        return await asyncio.wrap_future(self._meeting.contacts)
+        own = await asyncio.wrap_future(self._meeting.contacts)
+        return own | willing(self.rendezvous.rank) if self.rendezvous.backend == "gloo" else own
 
     def introduce(self, contacts: Contacts) -> None:
         """Tell this member how the others are reached."""
@@ -162,7 +166,10 @@ class Joining:
         gloo = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         gloo._devices = [ProcessGroupGloo.create_device(hostname=self._address)]
         gloo._timeout = timedelta(seconds=_GLOO_TIMEOUT)  # operations carry their own with them
-        return _as_group(ProcessGroupGloo(self._meeting, rank, size, gloo))
+        group = _as_group(ProcessGroupGloo(self._meeting, rank, size, gloo))
+        others = [each for each in range(size) if each != rank and self._meeting.check([*willing(each)])]
+        prove_each_other(group, self.rendezvous.connection, rank, others, _FORM_TIMEOUT)
+        return group
 
 
 def _as_group(backend: Any) -> ProcessGroup:

@@ -8,12 +8,13 @@ from collections.abc import Callable
 from asyncsync.errors import ConnectError
 from asyncsync.fanout import settle
 from asyncsync.guard import MemorySaverGuard
-from asyncsync.messages import Contacts, Rendezvous
+from asyncsync.messages import STORES, Contacts, Rendezvous
 from asyncsync.transports.base import GroupJoining, Link
 from asyncsync.transports.broadcast import Joining
 from asyncsync.transports.memory_files import SharedSets
 from asyncsync.transports.pynccl import PyNcclJoining
 from asyncsync.transports.shared import SharedJoining
+from asyncsync.transports.stores import StoreJoining
 
 
 class Seat:
@@ -67,6 +68,8 @@ class Seat:
             joining = PyNcclJoining(rendezvous, address=address)
         elif rendezvous.transport == "shared":
             joining = SharedJoining(rendezvous, sets=self._sets)
+        elif rendezvous.transport in STORES:
+            joining = StoreJoining(rendezvous)
         else:
             joining = Joining(rendezvous, address=address)
         joined = asyncio.ensure_future(self._join(joining))

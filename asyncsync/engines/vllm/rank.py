@@ -80,6 +80,7 @@ class WorkerRank:
         return self._record.status(
             device=self._device,
             node=this_node(),
+            stores=("folder",),  # nothing but msgpack comes over its line: no references to objects
             staged=True,
             policies=tuple(policy for policy in policies if policy not in cannot),
             cannot=cannot,
