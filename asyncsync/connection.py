@@ -321,8 +321,10 @@ class Connection:
         known = set.intersection(*map(set, self._bases)) if self._options.delta and self._bases else set()
         if any(cohort.backend == "nccl" or cohort.transport == "pynccl" for cohort in self._cohorts):
             return None, ()  # what moves from device to device never lies on the host
-        held = [
+        held: list[set[int | None]] = [
             {None if member.differs else engines[member].base_epoch for member in cohort.engines}
+            if cohort.transport in ("broadcast", "shared")
+            else {None}  # what is stored, whoever comes can fetch
             for cohort in self._cohorts
         ]
         common = [epoch for epochs in held if len(epochs) == 1 for epoch in epochs]

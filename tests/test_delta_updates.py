@@ -265,6 +265,38 @@ async def test_another_conductors_update_in_between_is_noticed_before_the_first_
                 assert holds(engine, module)
 
 
+@pytest.mark.ray
+@pytest.mark.parametrize("way", ["objects", "folder"])
+async def test_engines_that_fetch_get_the_whole_beside_those_who_get_deltas(
+    ray_cluster: None, way: str, tmp_path: Path
+) -> None:
+    trainer, near, far = Zoo(1), ToldEngine(zoo(50)), ToldEngine(zoo(51))
+
+    def transport(engine: Any) -> Any:
+        return way if engine is far else "broadcast"
+
+    options: dict[str, Any] = {"delta": True, "bucket_size": 1024, "timeout": 60.0, "transport": transport}
+    async with WeightSynchronizer(trainer, [near, far], folder=tmp_path, **options) as synchronizer:
+        for step in range(4):
+            nudge(trainer, step)
+            update = await synchronizer.update_weights()
+            assert were_deltas(update) == [step > 0, False]
+            assert [holds(engine, trainer) for engine in (near, far)] == [True, True]
+
+
+@WAYS
+async def test_what_was_snapshotted_is_compared_while_the_trainer_goes_on(transport: Any) -> None:
+    async with synced(delta=True, transport=transport) as (trainer, engines, synchronizer):
+        for step in range(4):
+            nudge(trainer, step)
+            expected = contents(trainer)
+            handle = await synchronizer.start_update()
+            nudge(trainer, step + 1)
+            update = await handle
+            assert were_deltas(update) == [step > 0] * 2
+            assert [contents(engine.module) for engine in engines] == [expected] * 2
+
+
 @pytest.mark.parametrize("end", ["engine", "source"])
 @BOTH
 async def test_an_end_that_lost_what_is_compared_with_says_so_before_the_first_byte(staged: bool, end: str) -> None:
