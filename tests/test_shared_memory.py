@@ -768,6 +768,7 @@ def names() -> set[str]:
     return {name for name in os.listdir("/dev/shm") if "asyncsync" in name}
 
 
+@pytest.mark.faults
 @pytest.mark.ray
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("fault", ["is killed", "is stopped"])
@@ -810,6 +811,7 @@ async def test_an_engine_that_dies_in_the_middle_leaves_nothing_and_the_others_a
         ray.kill(actor)
 
 
+@pytest.mark.faults
 @pytest.mark.ray
 @pytest.mark.asyncio
 async def test_a_trainer_that_is_killed_is_heard_at_once_and_its_engines_keep_what_they_hold(ray_cluster: None) -> None:

@@ -193,7 +193,7 @@ async def test_calls_of_an_older_epoch_are_refused_and_change_nothing(staged: bo
 
 UNPICKLES = re.compile(
     r"^\s*(from|import)\s+(pickle|cloudpickle|dill|marshal|shelve|joblib)\b"
-    r"|\b(torch|np|numpy)\.load\(|\.loads\(|_object_list\(|(all_)?gather_object\(",
+    r"|\b(torch|np|numpy)\.load\(|(?<!json)\.loads\(|_object_list\(|(all_)?gather_object\(",
     re.MULTILINE,
 )
 """Modules that make objects of bytes, files that are pickles inside, and collectives of objects."""
