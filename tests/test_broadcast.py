@@ -116,6 +116,7 @@ async def group_with_a_stopped_one(rank: int) -> AsyncIterator[tuple[BroadcastLi
         await other.wait()
 
 
+@pytest.mark.faults
 async def test_a_source_hears_in_the_middle_of_a_bucket_who_has_died() -> None:
     async with group_with_a_stopped_one(1) as (source, other):
         handle = source.start_send(random_bytes(BUCKET, 0))
@@ -218,6 +219,7 @@ async def test_a_group_listens_on_its_address_only() -> None:
         assert {address for address, _ in own} == {ADDRESS}
 
 
+@pytest.mark.exhaustive
 async def test_a_process_that_ends_while_it_joins_ends_cleanly() -> None:
     script = """
         import asyncio

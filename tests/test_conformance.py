@@ -30,7 +30,9 @@ def little_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("asyncsync.testing.PATIENCE", 0.5)
 
 
-@pytest.fixture(params=["shared", "broadcast", "folder"])
+@pytest.fixture(
+    params=["shared", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("broadcast", "folder"))]
+)
 def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> TransportChoice:
     """What the checks' updates go through."""
     chosen: TransportChoice = request.param

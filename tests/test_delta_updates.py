@@ -39,7 +39,7 @@ from tests.test_vllm_adapter import serves
 pytestmark = pytest.mark.asyncio
 
 BOTH = pytest.mark.parametrize("staged", [True, False], ids=["staged", "in place"])
-WAYS = pytest.mark.parametrize("transport", ["broadcast", "shared"])
+WAYS = pytest.mark.parametrize("transport", ["broadcast", pytest.param("shared", marks=pytest.mark.exhaustive)])
 
 
 def nudge(module: nn.Module, step: int, *, only: Collection[str] | None = None) -> int:

@@ -97,6 +97,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+@pytest.mark.exhaustive
 def test_the_policy_learns_from_its_own_answers(one_thread: None) -> None:
     torch.manual_seed(0)
     policy, prompts = reversal.Policy(), random.Random(0)

@@ -464,6 +464,7 @@ async def test_who_aborts_an_update_that_is_being_committed_hears_what_came_of_i
         assert synchronizer.ready_engines == (engine,)
 
 
+@pytest.mark.exhaustive
 async def test_a_staged_engine_that_was_paused_and_is_forgotten_serves_again_when_the_update_is_over() -> None:
     async with synced(count=1, on_engine_failure="abort", initial_version=0) as (_, (engine,), synchronizer):
         await synchronizer.connect()
@@ -660,6 +661,7 @@ async def test_an_engine_that_was_called_and_never_answered_is_parted_with() -> 
     assert left == [""]
 
 
+@pytest.mark.exhaustive
 async def test_one_that_was_removed_while_it_did_not_answer_is_let_go_as_soon_as_it_does() -> None:
     frozen, left = Frozen(zoo(2)), asyncio.Event()
     leave_group = frozen.leave_group

@@ -253,6 +253,7 @@ async def test_an_engine_killed_in_the_middle_of_a_transfer_is_named_and_the_oth
         assert synchronizer.weight_version == 2
 
 
+@pytest.mark.exhaustive
 async def test_a_class_that_was_declared_with_plain_ray_is_refused_with_the_remedy(actors: Actors) -> None:
     class Plain(asyncsync.ModuleEngine):
         def __init__(self) -> None:
@@ -265,6 +266,7 @@ async def test_a_class_that_was_declared_with_plain_ray_is_refused_with_the_reme
     ray.kill(plain)
 
 
+@pytest.mark.exhaustive
 async def test_an_engine_whose_constructor_failed_says_why(ray_cluster: None) -> None:
     class Broken(asyncsync.ModuleEngine):
         def __init__(self) -> None:
@@ -304,6 +306,7 @@ async def test_weights_that_do_not_fit_come_back_as_our_error_from_another_proce
         assert caught.value.names == ("weight",)
 
 
+@pytest.mark.exhaustive
 async def test_the_generation_lock_can_be_one_that_other_processes_share(actors: Actors) -> None:
     await actors.hold(partial(nn.Linear, 2, 2), partial(nn.Linear, 2, 2))
     lock = await asyncsync.SharedRolloutLock.create()
@@ -344,6 +347,7 @@ async def test_a_trainer_needs_two_buckets_of_extra_memory(actors: Actors) -> No
     assert after - before < 2 * bucket_size + 16 * 2**20
 
 
+@pytest.mark.exhaustive
 async def test_two_drivers_that_share_engines_take_turns_through_a_shared_lock(actors: Actors) -> None:
     class Two(nn.Module):
         def __init__(self, seed: int) -> None:

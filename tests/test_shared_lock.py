@@ -654,7 +654,9 @@ async def test_processes_exclude_each_other(
 
 
 @pytest.mark.ray
-@pytest.mark.parametrize("kinds", [["writer"], ["updater", "writer"]], ids="-".join)
+@pytest.mark.parametrize(
+    "kinds", [["writer"], pytest.param(["updater", "writer"], marks=pytest.mark.exhaustive)], ids="-".join
+)
 async def test_a_killed_holder_and_a_killed_waiter_let_go(shared_lock: SharedRolloutLock, kinds: list[Kind]) -> None:
     lock = shared_lock
     (holder, holder_pid), (waiter, waiter_pid) = await asyncio.gather(start_client(), start_client())

@@ -728,6 +728,7 @@ async def test_changing_between_the_two_ways_loses_nothing() -> None:
             assert all(holds(engine, trainer) for engine in engines)
 
 
+@pytest.mark.exhaustive
 def test_a_node_is_a_place_that_memory_can_be_passed_within() -> None:
     command = [sys.executable, "-c", "from asyncsync.transports.memory_files import this_node; print(this_node())"]
     other = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.strip()

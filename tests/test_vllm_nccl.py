@@ -236,6 +236,7 @@ class Held(FakeNCCLLLM):
         super()._load_chunk(rank, weights)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.asyncio
 async def test_several_workers_of_an_update_that_is_cancelled_as_they_join_can_be_believed(nccl: None) -> None:
     llm, model = Held(ranks=2), Chain(1)
@@ -595,6 +596,7 @@ async def test_workers_that_wait_for_one_that_does_not_come_are_sent_away(
         assert await serves(llm, Chain(1))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.asyncio
 async def test_if_the_engine_cannot_join_its_source_is_not_held(nccl: None) -> None:
     llm = FakeNCCLLLM()
