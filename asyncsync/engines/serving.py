@@ -41,6 +41,9 @@ from asyncsync.transports.memory_files import this_node
 from asyncsync.transports.stored import StoringLink
 from asyncsync.transports.stores import stores_here
 
+TIDY_DELAY = 0.1
+"""Seconds after a commit until memory that was let go of is tidied up: not while the conductor waits for the answer."""
+
 _log = logging.getLogger("asyncsync")
 
 
@@ -378,7 +381,11 @@ class ServedModule:
             raise EngineError("its weights were released while they were being updated")
         await self._wake({WEIGHTS}, time_to_wake(session.order))
         await self._worker.run(self._commit, session)
+        asyncio.get_running_loop().call_later(TIDY_DELAY, self._tidy)
         await self._wake_all(session.order.epoch, time_to_wake(session.order))
+
+    def _tidy(self) -> None:
+        self._worker.submit(self._installed.tidy)
 
     async def _wake_all(self, epoch: int, timeout: float) -> None:
         """After the weights of an update have come, wake the rest: nobody generates before that."""
@@ -422,7 +429,6 @@ class ServedModule:
                 raise
             if self._binding is not None and not self._binding.shards:
                 session.loader.base_epoch = session.order.epoch
-            self._worker.submit(self._installed.tidy)
             self._stale_cache = True
             self._lost_weights = self._lost_weights and self._binding is not None and self._binding.partial
             self.record.committed(session.order, names, session.digest)
