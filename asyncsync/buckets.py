@@ -26,8 +26,8 @@ ALIGNMENT = 64
 DEFAULT_BUCKET_SIZE = 256 * 2**20
 """Bytes."""
 
-_OVERLAP_BUCKETS = 8
-_OVERLAP_FLOOR = 8 * 2**20
+_OVERLAP_BUCKETS = 32, 4 * 2**20  # how many at least, unless they would be smaller than that
+_FEWER_BUCKETS = 8, 8 * 2**20  # the same where each is a call to an engine
 _ALONE = 2 * 2**20
 
 
@@ -190,8 +190,8 @@ def plan_buckets(
     """Lay tensors out and cut them into buckets, in the order given.
 
     A bucket holds ``bucket_size`` bytes at the most (rounded down to :data:`ALIGNMENT`, and never less than that). A
-    tensor larger than that is split. Weights that would fill few buckets are cut finer, into some 8 buckets of 8 MiB
-    or more, so that packing one overlaps sending another. A tensor of 2 MiB or more has buckets of its own: if it is
+    tensor larger than that is split. Weights that would fill few buckets are cut finer, into some 32 buckets of 4 MiB
+    or more (of whole tensors: 8 of 8 MiB), so that packing one overlaps sending another. A tensor of 2 MiB or more has buckets of its own: if it is
     contiguous, it is sent from where it lies.
 
     Args:
@@ -208,7 +208,8 @@ def plan_buckets(
         raise ValueError(f"bucket_size must be a positive number of bytes, not {bucket_size}")
     _refuse_duplicates(specs)
     sizes = [spec.nbytes for spec in specs]
-    finer = max(_OVERLAP_FLOOR, math.ceil(sum(map(_align, sizes)) / _OVERLAP_BUCKETS))
+    count, floor = _FEWER_BUCKETS if whole_tensors else _OVERLAP_BUCKETS
+    finer = max(floor, math.ceil(sum(map(_align, sizes)) / count))
     limit = max(min(bucket_size, _align(finer)) // ALIGNMENT * ALIGNMENT, ALIGNMENT)
     if whole_tensors:
         return _plan_whole(specs, sizes, limit, bucket_size)
