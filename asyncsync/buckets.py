@@ -191,8 +191,8 @@ def plan_buckets(
 
     A bucket holds ``bucket_size`` bytes at the most (rounded down to :data:`ALIGNMENT`, and never less than that). A
     tensor larger than that is split. Weights that would fill few buckets are cut finer, into some 32 buckets of 4 MiB
-    or more (of whole tensors: 8 of 8 MiB), so that packing one overlaps sending another. A tensor of 2 MiB or more has buckets of its own: if it is
-    contiguous, it is sent from where it lies.
+    or more (of whole tensors: 8 of 8 MiB), so that packing one overlaps sending another. A tensor of 2 MiB or more has
+    buckets of its own: if it is contiguous, it is sent from where it lies.
 
     Args:
         specs: The tensors; names must be unique, aliases included.
