@@ -378,7 +378,7 @@ def run(examples: int, steps: int) -> None:
 
 
 def test_histories() -> None:
-    run(30, 15)
+    run(20, 15)
 
 
 @pytest.mark.exhaustive

@@ -126,7 +126,13 @@ def restart(llm: FakeNCCLLLM) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-@pytest.mark.parametrize("call", ["pause wait True", "start", "update", "load", "finish", "label", "resume"])
+@pytest.mark.parametrize(
+    "call",
+    [
+        *("pause wait True", "start", "update", "finish", "label", "resume"),
+        pytest.param("load", marks=pytest.mark.exhaustive),  # seconds: workers are waited for
+    ],
+)
 @pytest.mark.asyncio
 async def test_whatever_call_fails_the_engine_is_whole_or_tainted_and_the_next_update_works(
     call: str, ranks: int, nccl: None
