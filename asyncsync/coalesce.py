@@ -51,6 +51,7 @@ class Share(Generic[T]):
         self._round = round_
         self._abandon = abandon
         self._left = False
+        self._awaiting = 0
         round_.callers += 1
 
     @property
@@ -69,11 +70,14 @@ class Share(Generic[T]):
             await self.outcome()
 
     async def outcome(self) -> T:
-        """Wait for the outcome. Cancelled, it leaves."""
+        """Wait for the outcome. Cancelled, it leaves, unless somebody else waits for it here as well."""
+        self._awaiting += 1
         try:
             return await asyncio.shield(self._round.outcome)
         finally:
-            await self.leave()
+            self._awaiting -= 1
+            if not self._awaiting:
+                await self.leave()
 
     async def leave(self) -> None:
         """Have no share any more. A second call does nothing."""

@@ -319,7 +319,10 @@ class Connection:
         get whole buckets, beside them: one that has joined, was repaired, or has agreed on the layout only now.
         """
         known = set.intersection(*map(set, self._bases)) if self._options.delta and self._bases else set()
-        if any(cohort.backend == "nccl" or cohort.transport == "pynccl" for cohort in self._cohorts):
+        if any(
+            cohort.transport == "pynccl" or (cohort.transport == "broadcast" and cohort.backend == "nccl")
+            for cohort in self._cohorts
+        ):
             return None, ()  # what moves from device to device never lies on the host
         held: list[set[int | None]] = [
             {None if member.differs else engines[member].base_epoch for member in cohort.engines}
@@ -331,11 +334,7 @@ class Connection:
         against = max((epoch for epoch in common if epoch is not None and epoch in known), default=None)
         if against is None:
             return None, ()
-        return against, [
-            cohort
-            for cohort, epochs in zip(self._cohorts, held, strict=True)
-            if epochs == {against} and cohort.transport != "folder"  # what is published there is whole
-        ]
+        return against, [cohort for cohort, epochs in zip(self._cohorts, held, strict=True) if epochs == {against}]
 
     def next_epoch(self, engines: Iterable[EngineStatus]) -> int:
         """An epoch newer than any that these engines have seen."""

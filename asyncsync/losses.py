@@ -42,10 +42,12 @@ class Losses:
 
     Attributes:
         errors: Each of them, with what it failed with.
+        unpublished: Why the version that engines got was not published in the folder, if it was to be.
     """
 
     def __init__(self) -> None:
         self.errors: dict[Member, Exception] = {}
+        self.unpublished: Exception | None = None
         self._outcomes: dict[Member, EngineOutcome] = {}
         self._order: dict[str, None] = {}
         self._forgotten: set[str] = set()
@@ -152,7 +154,7 @@ class Losses:
             )
         return error
 
-    def unpublished(self, cause: Exception, update: WeightUpdate) -> WeightUpdateError:
+    def not_published(self, cause: Exception, update: WeightUpdate) -> WeightUpdateError:
         """The error of an update that engines have got, and readers of the folder have not."""
         error = TrainerError(f"engines serve version {update.version}, but {cause}")
         error.__cause__ = cause

@@ -340,6 +340,10 @@ class RankWorker:
         try:
             await self._snapshot_weights(order)
         except BaseException:
+            if self._sending is None or self._sending.quiet:
+                self._sets.let_go_all(order.snapshot)
+            else:  # it may be written to still
+                self._sets.ended(order.snapshot)
             await self._take_part_all_the_same(order.epoch)
             raise
 
@@ -365,7 +369,7 @@ class RankWorker:
         if (held := self._held.pop(name, None)) is None:
             return
         if held.shared is not None:
-            self._sets.let_go(held.shared.number, name, 0)
+            self._sets.let_go_all(name)
         elif not self._held and not held.left_behind and not any(tensor.is_cuda for tensor in held.snapshot.tensors):
             self._spare = held
 
@@ -458,7 +462,13 @@ class RankWorker:
 
     def _compares(self, links: Sequence[Link]) -> bool:
         """Whether what is sent is kept on the host, to be compared with the next."""
-        return self._options is not None and self._options.delta and all(link.device == "cpu" for link in links)
+        wanted = self._options is not None and self._options.delta
+        return wanted and self._may_differ(links) and all(link.device == "cpu" for link in links)
+
+    @staticmethod
+    def _may_differ(links: Sequence[Link]) -> bool:
+        """Whether some engine may ever get only what differs: none that fetches."""
+        return not all(isinstance(link, StoringLink) for link in links)
 
     def _links(self, order: UpdateOrder) -> _Links:
         """The groups that an order goes through at this rank; only the source's order names groups of engines."""
@@ -504,7 +514,9 @@ class RankWorker:
     ) -> T:
         """Read from where the weights can be read, and see whether they have stayed what they were."""
         copies.begin()
-        result = function(order, links, plan, replace(snapshot, tensors=copies.tensors or snapshot.tensors), *rest)
+        # Where the weights are stays what it is, also if copies of them are read on the host.
+        readable = replace(snapshot, tensors=copies.tensors or snapshot.tensors, home=snapshot.device)
+        result = function(order, links, plan, readable, *rest)
         copies.end()
         return result
 
@@ -540,11 +552,7 @@ class RankWorker:
             lies = spare.arena if spare is not None else None
             return hold_whole(plan, snapshot, self._arena(plan, links, snapshot, lies), stop)
         self._sets.lend(shared, name, 0)  # to itself: nobody may write to it
-        try:
-            return hold_whole(plan, snapshot, shared.memory, stop, shared)
-        except BaseException:
-            self._sets.let_go(shared.number, name, 0)
-            raise
+        return hold_whole(plan, snapshot, shared.memory, stop, shared)
 
     def _arena(self, plan: Plan, links: _Links, snapshot: Snapshot, spare: Tensor | None) -> Tensor:
         """Where a snapshot is to lie: where it is sent from."""
@@ -603,7 +611,7 @@ class RankWorker:
     ) -> SentChanges:
         deltas = [link for link in links if link.connection in order.deltas]
         whole = [link for link in links if link not in deltas]
-        arena = self._lay_out(order.epoch, plan, whole, held)
+        arena = self._lay_out(order.epoch, plan, whole, held, stop)
         if not self._compares(links):
             self._baseline = None
             return SentChanges(self._bucket_sender.send(plan, filler, links, stop, witness, arena), None, {})
@@ -611,14 +619,16 @@ class RankWorker:
             self._baseline = Baseline()
         base = self._baseline
         base.begin(plan, order.against)
-        shared = self._lay_out(order.epoch, plan, deltas, None)
+        shared = self._lay_out(order.epoch, plan, deltas, None, stop)
         routes = [Route(link, False, arena if isinstance(link, SharedSourceLink) else None) for link in whole]
         routes += [Route(link, True, shared if isinstance(link, SharedSourceLink) else None) for link in deltas]
         sent = self._delta_sender.send(plan, filler, base, routes, stop, witness)
         base.end(order.epoch)
         return sent
 
-    def _lay_out(self, epoch: int, plan: Plan, links: Sequence[Link], held: HeldWeights | None) -> Tensor | None:
+    def _lay_out(
+        self, epoch: int, plan: Plan, links: Sequence[Link], held: HeldWeights | None, stop: threading.Event
+    ) -> Tensor | None:
         """Where the weights are to be written, if some engines read them there; a snapshot may lie there already.
 
         Raises:
@@ -628,13 +638,20 @@ class RankWorker:
         """
         for link in links:
             if isinstance(link, StoringLink):
-                link.begin(plan)
+                link.begin(plan, stop)
         lies = held.shared if held is not None and plan.digest == held.plan.digest else None
-        taken = self._take_set(plan, links) if lies is None else lies
+        taken = self._take_set(plan, links) if lies is None or self._is_read(lies, links) else lies
         for link in links:
             if isinstance(link, SharedSourceLink) and taken is not None:
                 link.begin(epoch, taken, len(plan.buckets))
         return None if taken is None else taken.memory
+
+    def _is_read(self, lies: SharedSet, links: Sequence[Link]) -> bool:
+        """Whether an engine holds the set a snapshot lies in: it has switched, in an attempt that then failed."""
+        for link in links:
+            if isinstance(link, SharedSourceLink):
+                link.hear()
+        return any(not isinstance(holder, str) for holder, _ in lies.holders)
 
     def _take_set(self, plan: Plan, links: Sequence[Link]) -> SharedSet | None:
         """A set for engines that map it, if there are such."""

@@ -693,8 +693,13 @@ class WeightSynchronizer:
         """An update that reached whom it could: what is said of the others."""
         losses.forget([member for member in losses.errors if member not in self._membership])
         if losses.errors and self._on_engine_failure != "drop":
-            raise losses.error(update)
+            error = losses.error(update)
+            if losses.unpublished is not None:
+                error.add_note(f"and: {losses.unpublished}")
+            raise error
         self._drop(losses)
+        if losses.unpublished is not None:
+            raise losses.not_published(losses.unpublished, update)
         return replace(update, outcomes=losses.merge(update.outcomes))
 
     def _drop(self, losses: Losses) -> None:
@@ -826,10 +831,9 @@ class WeightSynchronizer:
         except BaseException:
             self._connection.forget()
             raise
+        losses.unpublished = attempt.unpublished
         update = attempt.report(clock)
         _log.info("%s", update)
-        if attempt.unpublished is not None:
-            raise losses.unpublished(attempt.unpublished, update)
         return update
 
     def _transaction(self, attempt: Attempt, clock: UpdateClock, losses: Losses) -> Transaction:

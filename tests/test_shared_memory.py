@@ -7,6 +7,7 @@ import fcntl
 import logging
 import mmap
 import os
+import resource
 import select
 import signal
 import socket
@@ -15,7 +16,7 @@ import sys
 import textwrap
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +24,7 @@ import psutil
 import pytest
 import ray
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import asyncsync
 from asyncsync import WeightSynchronizer
@@ -832,3 +833,57 @@ async def test_a_trainer_that_is_killed_is_heard_at_once_and_its_engines_keep_wh
         assert [await engine.read.remote() for engine in engines] == [(version, fingerprint(new))] * 2
     for engine in engines:
         ray.kill(engine)
+
+
+@pytest.mark.asyncio
+async def test_members_meet_in_a_process_with_more_open_files_than_select_knows() -> None:
+    with ExitStack() as stack:
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if limit[0] < 1300:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, limit[1]), limit[1]))
+        spare = os.open(os.devnull, os.O_RDONLY)
+        for fd in [spare, *(os.dup(spare) for _ in range(1100))]:
+            stack.callback(os.close, fd)
+        async with synced(transport="shared") as (trainer, engines, synchronizer):
+            await synchronizer.update_weights()
+            assert [holds(engine, trainer) for engine in engines] == [True, True]
+
+
+@pytest.mark.asyncio
+async def test_more_engines_than_a_listener_holds_strangers_join_at_once() -> None:
+    async with synced(transport="shared", count=40) as (trainer, engines, synchronizer):
+        await synchronizer.update_weights()
+        assert all(holds(engine, trainer) for engine in engines)
+
+
+def test_a_forked_child_keeps_no_set() -> None:
+    made = SharedSet(1, NBYTES)
+    child = os.fork()
+    if not child:
+        try:
+            os.fstat(made.fd)
+        except OSError:
+            os._exit(7)
+        os._exit(8)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    os.fstat(made.fd)
+
+
+@pytest.mark.asyncio
+async def test_weights_that_can_only_be_copied_to_take_deltas_after_what_was_adopted() -> None:
+    """All parameters are views of one memory: they are copied to, and deltas are applied to what was adopted."""
+
+    class Views(nn.Module):
+        def __init__(self, seed: int) -> None:
+            super().__init__()
+            self.flat = torch.arange(600.0) + seed
+            self.a, self.b = (nn.Parameter(part) for part in torch.split(self.flat, 300))
+
+    trainer, engine = Views(1), ToldEngine(Views(2))
+    async with WeightSynchronizer(trainer, [engine], transport="shared", delta=True, timeout=60) as synchronizer:
+        for number in range(6):
+            update = await synchronizer.update_weights()
+            assert update.outcomes[0].delta == (number > 0)
+            assert contents(engine.module) == contents(trainer)
+            with torch.no_grad():
+                trainer.a[number] += 1

@@ -487,3 +487,71 @@ async def test_across_processes_and_a_trainer_that_dies_after_the_copy(
         assert synchronizer.weight_version == 2
     ray.kill(trainer)
     ray.kill(engine)
+
+
+# -- where parts meet -------------------------------------------------------------------------------------------------
+
+
+async def test_a_copy_that_comes_to_nothing_leaves_its_memory_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with synced(transport="shared") as (trainer, engines, synchronizer):
+        await synchronizer.update_weights()
+        rank = rank_of(synchronizer)
+        original = rank._on_what_stays
+
+        def fail(*args: Any) -> Any:
+            original(*args)
+            raise asyncsync.MemorySaverError("planned")  # the trainer was resumed in the middle, say
+
+        for _ in range(4):
+            with monkeypatch.context() as patched:
+                patched.setattr(rank, "_on_what_stays", fail)
+                with pytest.raises(asyncsync.TrainerError, match="planned"):
+                    await synchronizer.start_update()
+            assert not [one for one in rank._sets._sets if any(isinstance(holder, str) for holder, _ in one.holders)]
+        await synchronizer.update_weights()
+        assert len(rank._sets.numbers) <= 2
+        assert [holds(engine, trainer) for engine in engines] == [True, True]
+
+
+async def test_one_of_two_who_await_the_same_update_may_give_up() -> None:
+    async with synced() as (trainer, engines, synchronizer):
+        async with held_up(engines) as go_on:
+            update = await synchronizer.start_update()
+            first, second = (asyncio.ensure_future(_outcome(update)) for _ in range(2))
+            await asyncio.sleep(0)
+            first.cancel()
+            await asyncio.wait([first])
+            assert first.cancelled()
+            assert not second.done()
+            go_on.set()
+        assert (await second).version == 1
+        assert [holds(engine, trainer) for engine in engines] == [True, True]
+
+
+async def test_a_snapshot_that_an_engine_serves_from_already_is_sent_from_another_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It had switched when the others did not answer: a second attempt must not offer it what it serves."""
+    async with synced(transport="shared", count=2) as (trainer, engines, synchronizer):
+        await synchronizer.update_weights()
+        change(trainer)
+        rank, lies = rank_of(synchronizer), []
+        original = rank._lay_out
+
+        def note(*args: Any) -> Any:
+            memory = original(*args)
+            lies.append(None if memory is None else memory.data_ptr())
+            return memory
+
+        monkeypatch.setattr(rank, "_lay_out", note)
+        was = contents(trainer)
+        async with held_up(engines) as go_on:
+            update = await synchronizer.start_update()
+            (held,) = rank._held.values()
+            assert held.shared is not None
+            held.shared.holders.add((object(), 1))  # a line to an engine
+            change(trainer)
+            go_on.set()
+        await update
+        assert held.shared.memory.data_ptr() not in lies
+        assert [contents(engine.module) == was for engine in engines] == [True, True]

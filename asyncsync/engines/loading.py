@@ -118,9 +118,15 @@ class Installed:
         """Forget all parameters but these."""
         self.views = {key: view for key, view in self.views.items() if key in held}
 
-    def let_go(self) -> None:
-        """Let go of memory that no parameter points to any more."""
+    def let_go(self, live: Tensor) -> None:
+        """Let go of memory that no parameter points to any more.
+
+        Args:
+            live: Memory in which the weights in service lie as well, though parameters may be copies of them: what
+                differs from them may come next.
+        """
         used = {view.untyped_storage().data_ptr() for view in self.views.values()} if self.lent else set()
+        used.add(live.untyped_storage().data_ptr())
         kept = []
         for lent in self.lent:
             if lent.memory.untyped_storage().data_ptr() in used:
@@ -251,7 +257,7 @@ class StagedLoader:
         self._live = arena
         self._lag = self._changes if self._spare is not None else {}
         self._changes = {}
-        self._installed.let_go()
+        self._installed.let_go(arena.memory)
 
     def _may_point_elsewhere(self, tensor: Tensor) -> bool:
         """Whether nothing else would go on to see the old memory: it is all the tensor's own, or an arena of ours."""

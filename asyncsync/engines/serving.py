@@ -272,7 +272,7 @@ class ServedModule:
         self, plan: Plan, filler: Filler, links: Sequence[Link], stores: Sequence[StoringLink], stop: threading.Event
     ) -> Digests:
         for store in stores:
-            store.begin(plan)
+            store.begin(plan, stop)
         digests = self._sender.send(plan, filler, links, stop)
         for store in stores:
             store.complete(stop)

@@ -158,7 +158,8 @@ class FolderSourceLink(StoringLink):
             raise TransferError(
                 f"version {self.order.version} cannot be published in {self._folder}: {error}"
             ) from error
-        self._writing = None
+        if self._writing is writing:
+            self._writing = None
         writing.close()
 
 

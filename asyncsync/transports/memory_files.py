@@ -167,15 +167,31 @@ class SharedSet:
     def __init__(self, number: int, nbytes: int) -> None:
         self.number = number
         self.fd = new_memory_file(nbytes)
-        weakref.finalize(self, os.close, self.fd)
+        self._closing = weakref.finalize(self, os.close, self.fd)
         self.memory = Mapping(self.fd, nbytes, private=False).memory
         seal(self.fd)
+        _made.add(self)
         self.holders: set[tuple[object, int]] = set()
         self.retired = False
+
+    def close_here(self) -> None:
+        """In a child that was forked: keep no descriptor, which would keep the file."""
+        self._closing()
 
     def __repr__(self) -> str:
         state = "retired" if self.retired else f"held by {len(self.holders)}" if self.holders else "free"
         return f"<SharedSet {self.number}: {format_bytes(self.memory.numel())}, {state}>"
+
+
+_made: weakref.WeakSet[SharedSet] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    for each in list(_made):
+        each.close_here()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 class SharedSets:
@@ -254,11 +270,17 @@ class SharedSets:
                 if each.number == number:
                     each.holders.discard((holder, epoch))
 
+    def let_go_all(self, holder: object) -> None:
+        """Note that an end does not read any set any more."""
+        with self._mutex:
+            for each in self._sets:
+                each.holders = {held for held in each.holders if held[0] != holder}
+
     def ended(self, holder: object) -> None:
         """Note that an end will say nothing more."""
         with self._mutex:
             for each in self._sets:
-                each.retired |= any(one is holder for one, _ in each.holders)
+                each.retired |= any(one == holder for one, _ in each.holders)
             self._sets = [each for each in self._sets if not each.retired]
 
     def clear(self) -> None:

@@ -37,7 +37,7 @@ HELLO_TIMEOUT = 5.0
 """Seconds within which who connects must say who it is."""
 
 _SLICE = 0.02  # seconds of a wait; in between it is looked whether it is still wanted
-_STRANGERS = 32  # who have connected and said nothing yet, at the most
+_STRANGERS = 32  # who have connected and said nothing yet, at the most, beside those who are expected
 _MAX_MESSAGE = 512
 _MAGIC = b"asyncsync"
 _HELLO = struct.Struct("!9sHI")  # then the group's name
@@ -138,16 +138,16 @@ class SharedJoining:
         with _kept_from_children(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)) as listener:
             name = b"\0asyncsync-" + secrets.token_hex(16).encode()
             listener.bind(name)
-            listener.listen(_STRANGERS)
+            listener.listen(len(expected) + _STRANGERS)
             listener.setblocking(False)
             with suppress(InvalidStateError):
                 self._contacts.set_result({"0": name})
             try:
                 while joined.keys() != expected:
                     self._check(deadline, late)
-                    ready, _, _ = select.select([listener, *strangers], [], [], _SLICE)
+                    ready = _readable([listener, *strangers], _SLICE)
                     if listener in ready:
-                        self._accept(listener, strangers)
+                        self._accept(listener, strangers, len(expected) + _STRANGERS)
                     for stranger in [one for one in strangers if one in ready]:
                         del strangers[stranger]
                         if (rank := self._rank_of(stranger)) in expected - joined.keys() and _said(stranger, _WELCOME):
@@ -166,13 +166,13 @@ class SharedJoining:
                     stranger.close()
         return SharedSourceLink(self.rendezvous.connection, joined, sets)
 
-    def _accept(self, listener: socket.socket, strangers: dict[socket.socket, float]) -> None:
+    def _accept(self, listener: socket.socket, strangers: dict[socket.socket, float], most: int) -> None:
         try:
             stranger = _kept_from_children(listener.accept()[0])
         except OSError:  # he has gone again
             return
         stranger.setblocking(False)
-        if _is_of_this_user(stranger) and len(strangers) < _STRANGERS:
+        if _is_of_this_user(stranger) and len(strangers) < most:
             strangers[stranger] = time.monotonic() + HELLO_TIMEOUT
         else:
             stranger.close()
@@ -203,12 +203,14 @@ class SharedJoining:
         line = _kept_from_children(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
         try:
             line.setblocking(False)
-            line.connect(name)  # at once, or never
+            while not _connected(line, name):
+                self._check(deadline, f"the source did not answer within {self.rendezvous.join_timeout:.3g} s")
+                self._stopped.wait(_SLICE / 10)
             if not _is_of_this_user(line):
                 raise ConnectError("the source is another user's")
             hello = _HELLO.pack(_MAGIC, PROTOCOL_VERSION, self.rendezvous.rank) + self.rendezvous.connection.encode()
             line.send(hello)
-            while not select.select([line], [], [], _SLICE)[0]:
+            while not _readable([line], _SLICE):
                 self._check(deadline, f"the source did not answer within {self.rendezvous.join_timeout:.3g} s")
             if line.recv(_MAX_MESSAGE) != _WELCOME:
                 raise ConnectError("the source has turned this end away")
@@ -216,6 +218,24 @@ class SharedJoining:
             line.close()
             raise
         return SharedEngineLink(self.rendezvous.connection, self.rendezvous.rank, line)
+
+
+def _readable(sockets: Sequence[socket.socket], timeout: float) -> list[socket.socket]:
+    """Those of which something can be read, or that have ended. Not by ``select``: it knows files up to 1,023 only."""
+    poll = select.poll()
+    by_number = {one.fileno(): one for one in sockets}
+    for number in by_number:
+        poll.register(number, select.POLLIN)
+    return [by_number[number] for number, _ in poll.poll(timeout * 1000)]
+
+
+def _connected(line: socket.socket, name: bytes) -> bool:
+    """Whether a line is connected: not yet, if too many others are just being let in."""
+    try:
+        line.connect(name)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _is_of_this_user(peer: socket.socket) -> bool:

@@ -50,18 +50,23 @@ class StoringLink(ABC):
         """Whether this update's weights were the last that were to be stored."""
         return self.order is not None and self.order.epoch == epoch
 
-    def begin(self, plan: Plan) -> None:
+    def begin(self, plan: Plan, stop: threading.Event) -> None:
         """Get ready for an update's buckets; what is left of the last one is given up. Blocks.
 
+        Args:
+            plan: The source's plan.
+            stop: Ends it, from another thread.
+
         Raises:
-            TransferError: There is no room for it.
+            TransferError: There is no room for it, or it was stopped.
             PlanError: There is something that cannot be stored there.
         """
         self.release()
-        self._begin(plan)
+        self.wait(self.submit(lambda: self._begin(plan)), stop)  # behind what is still being published, say
 
     @abstractmethod
-    def _begin(self, plan: Plan) -> None: ...
+    def _begin(self, plan: Plan) -> None:
+        """See :meth:`begin`; on the store's thread."""
 
     @abstractmethod
     def _store(self, flat: Tensor) -> None:
