@@ -849,11 +849,25 @@ async def test_members_meet_in_a_process_with_more_open_files_than_select_knows(
             assert [holds(engine, trainer) for engine in engines] == [True, True]
 
 
-@pytest.mark.asyncio
-async def test_more_engines_than_a_listener_holds_strangers_join_at_once() -> None:
-    async with synced(transport="shared", count=40) as (trainer, engines, synchronizer):
-        await synchronizer.update_weights()
-        assert all(holds(engine, trainer) for engine in engines)
+def test_who_comes_while_many_others_are_being_let_in_is_not_turned_away() -> None:
+    name = b"\0asyncsync-test-" + os.urandom(8).hex().encode()
+    with ExitStack() as stack:
+
+        def line() -> socket.socket:
+            made = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            made.setblocking(False)
+            return made
+
+        listener = line()
+        listener.bind(name)
+        listener.listen(1)
+        came = [line() for _ in range(4)]
+        connected = [shared._connected(one, name) for one in came]
+        assert connected[0]
+        assert not connected[-1]
+        for _ in range(sum(connected)):
+            stack.enter_context(listener.accept()[0])
+        assert shared._connected(came[-1], name)
 
 
 def test_a_forked_child_keeps_no_set() -> None:
