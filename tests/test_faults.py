@@ -87,7 +87,8 @@ def over_transports(cells: Iterable[tuple[Any, ...]], phase: int) -> list[tuple[
         (*cell, transport)
         for cell in cells
         for transport in (TRANSPORTS if cell[phase] in TRANSPORT_PHASES else TRANSPORTS[:1])
-        if "cannot listen" not in cell or transport == "broadcast"  # for shared memory an engine does not listen
+        if transport == "broadcast" or "cannot listen" not in cell  # for shared memory an engine does not listen
+        if transport == "shared" or cell[0] not in ("exits", "answers late")  # as "is killed", and as nothing
     ]
 
 
