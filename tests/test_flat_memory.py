@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.asyncio, pytest.mark.exhaustive]
 
 UPDATES, WARM_UP = 200, 60
 SLACK = 4_000_000
-"""Bytes that the allocator may keep. Weights are 10 kB: a set that leaked each time would be less, so files count too."""
+"""Bytes that the allocator may keep. Weights are 10 kB: a set that leaked each time would be less, so files count."""
 
 
 def used() -> tuple[int, int, int]:
