@@ -326,8 +326,8 @@ class Connection:
             return None, ()  # what moves from device to device never lies on the host
         held: list[set[int | None]] = [
             {None if member.differs else engines[member].base_epoch for member in cohort.engines}
-            if cohort.transport in ("broadcast", "shared")
-            else {None}  # what is stored, whoever comes can fetch
+            if cohort.transport != "folder"
+            else {None}  # what is published there is whole
             for cohort in self._cohorts
         ]
         common = [epoch for epochs in held if len(epochs) == 1 for epoch in epochs]

@@ -291,8 +291,8 @@ class Stored:
     """Where a source has put its part of an update.
 
     Attributes:
-        objects: In Ray's object store: a reference to each bucket, in order. They keep the buckets there, so whoever
-            needs them no more empties the list.
+        objects: In Ray's object store: a reference to each message, in order, or it itself if it is small. They keep
+            the messages there, so whoever needs them no more empties the list.
         folder: In a folder of safetensors files: its path.
         version: What these files say that they are part of,
         epoch: and of which attempt.

@@ -467,8 +467,8 @@ class RankWorker:
 
     @staticmethod
     def _may_differ(links: Sequence[Link]) -> bool:
-        """Whether some engine may ever get only what differs: none that fetches does."""
-        return not links or not all(isinstance(link, StoringLink) for link in links)  # who brings shards has none
+        """Whether some engine may ever get only what differs: none that reads a folder does."""
+        return not links or not all(isinstance(link, FolderSourceLink) for link in links)  # who brings shards has none
 
     def _links(self, order: UpdateOrder) -> _Links:
         """The groups that an order goes through at this rank; only the source's order names groups of engines."""

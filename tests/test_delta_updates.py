@@ -267,7 +267,7 @@ async def test_another_conductors_update_in_between_is_noticed_before_the_first_
 
 @pytest.mark.ray
 @pytest.mark.parametrize("way", ["objects", "folder"])
-async def test_engines_that_fetch_get_the_whole_beside_those_who_get_deltas(
+async def test_engines_that_fetch_objects_get_deltas_and_those_that_read_a_folder_get_the_whole(
     ray_cluster: None, way: str, tmp_path: Path
 ) -> None:
     trainer, near, far = Zoo(1), ToldEngine(zoo(50)), ToldEngine(zoo(51))
@@ -280,8 +280,25 @@ async def test_engines_that_fetch_get_the_whole_beside_those_who_get_deltas(
         for step in range(4):
             nudge(trainer, step)
             update = await synchronizer.update_weights()
-            assert were_deltas(update) == [step > 0, False]
+            assert were_deltas(update) == [step > 0, step > 0 and way == "objects"]
             assert [holds(engine, trainer) for engine in (near, far)] == [True, True]
+
+
+@pytest.mark.ray
+@BOTH
+async def test_deltas_alone_come_through_objects(ray_cluster: None, staged: bool) -> None:
+    async with synced(staged=staged, delta=True, transport="objects") as (trainer, engines, synchronizer):
+        for step in range(5):
+            nudge(trainer, step)
+            update = await (await synchronizer.start_update() if step % 2 else synchronizer.update_weights())
+            assert were_deltas(update) == [step > 0] * 2
+            assert [holds(engine, trainer) for engine in engines] == [True, True]
+        engines[1].before["receive_weights"] = failing(OSError("no"))
+        nudge(trainer, 9)
+        with pytest.raises(asyncsync.EngineError, match="OSError: no"):
+            await synchronizer.update_weights()
+        await synchronizer.update_weights()
+        assert [holds(engine, trainer) for engine in engines] == [True, True]
 
 
 @WAYS

@@ -1,8 +1,9 @@
 """Ray's object store: a source puts one flat array of bytes a bucket there, and engines copy it out of the store.
 
-An object stays as long as somebody holds a reference. The source hands its own to whoever conducts the update, who
-empties the list when the update needs them no more; an engine holds those of the buckets that it has not taken yet.
-What comes out of the store is read only, and only ever used as the bytes that it is.
+An envelope (of a bucket of which only what differs is sent) is not worth an object, and comes with the references. An
+object stays as long as somebody holds a reference. The source hands its own to whoever conducts the update, who empties
+the list when the update needs them no more; an engine holds those of the buckets that it has not taken yet. What comes
+out of the store is read only, and only ever used as the bytes that it is.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from asyncsync.buckets import Plan
 from asyncsync.errors import LinkLostError, TransferError
 from asyncsync.messages import Stored
 from asyncsync.report import format_bytes
+from asyncsync.transports.envelopes import ENVELOPE
 from asyncsync.transports.stored import SLICE, FetchingLink, StoringLink
 
 
@@ -35,6 +37,9 @@ class ObjectsSourceLink(StoringLink):
         self._nbytes = plan.arena_nbytes
 
     def _store(self, flat: Tensor) -> None:
+        if flat.numel() <= ENVELOPE:
+            self._objects.append(flat.numpy().tobytes())
+            return
         try:
             stored = cluster.put_object(flat.numpy())
         except cluster.NoRoomError as error:
@@ -66,26 +71,29 @@ class ObjectsEngineLink(FetchingLink):
         connection: The store's.
         plan: The source's plan.
         stored: References to all buckets.
+        whole: Whether each of them is a whole bucket; else what differs comes, each in an envelope.
     """
 
-    def __init__(self, connection: str, plan: Plan, stored: Stored) -> None:
+    def __init__(self, connection: str, plan: Plan, stored: Stored, *, whole: bool = True) -> None:
         super().__init__(connection, plan)
         self._objects: list[Any] = list(stored.objects)
+        self._whole = whole
 
     def _open(self) -> None:
-        if len(self._objects) != len(self.plan.buckets):
+        if self._whole and len(self._objects) != len(self.plan.buckets):
             raise TransferError(
                 f"the source has put {len(self._objects)} objects, for {len(self.plan.buckets)} buckets of weights"
             )
 
-    def start_receive(self, flat: Tensor) -> tuple[Future[Any], Tensor]:
+    def start_receive(self, flat: Tensor) -> tuple[Future[Any] | bytes, Tensor]:
         """Start to fetch the next bucket."""
         number = self._next()
-        fetched = cluster.fetch_object(self._objects[number])
-        self._objects[number] = None  # it is held by what is under way, and not longer
-        return fetched, flat
+        if number >= len(self._objects):
+            raise TransferError(f"the source has put only {len(self._objects)} objects")
+        found, self._objects[number] = self._objects[number], None  # it is held by what is under way, and not longer
+        return found if isinstance(found, bytes) else cluster.fetch_object(found), flat
 
-    def wait(self, handle: tuple[Future[Any], Tensor], stop: threading.Event) -> None:
+    def wait(self, handle: tuple[Future[Any] | bytes, Tensor], stop: threading.Event) -> None:
         """Wait for a bucket, and copy it in. Blocks.
 
         Raises:
@@ -93,6 +101,11 @@ class ObjectsEngineLink(FetchingLink):
             TransferError: It is something else than was promised.
         """
         fetched, flat = handle
+        if isinstance(fetched, bytes):
+            if len(fetched) != flat.numel():
+                raise TransferError(f"the source has put {len(fetched)} bytes, and not {flat.numel()}")
+            flat.numpy()[:] = np.frombuffer(fetched, dtype=np.uint8)
+            return
         while True:
             self.check(stop)
             if fetched.done() or futures.wait([fetched], SLICE).done:

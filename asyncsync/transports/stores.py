@@ -87,6 +87,6 @@ def fetching_links(order: UpdateOrder, plan: Plan, layouts: FileLayouts) -> Sequ
     return [
         FolderEngineLink(connection, part, stored, number, layouts)
         if stored.folder
-        else ObjectsEngineLink(connection, part, stored)
+        else ObjectsEngineLink(connection, part, stored, whole=order.against is None)
         for number, (connection, part, stored) in enumerate(zip(order.connections, parts, order.stored, strict=True))
     ]
