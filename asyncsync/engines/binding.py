@@ -79,13 +79,13 @@ class Binding:
             now = module_tensors(module)  # ten times slower, and knows what is no weight
             if now.keys() != self.held.keys() or any(now[name] is not seen[0] for name, seen in self.held.items()):
                 return False
-        return all(
-            local_tensor(tensor) is local
-            and tensor.dtype is dtype
-            and tensor.shape == shape
-            and tensor.device == device
-            for tensor, local, dtype, shape, device in self.held.values()
-        )
+        # A plain loop, and no look for what cannot be: there may be thousands, and the trainer is reading meanwhile.
+        for tensor, local, dtype, shape, device in self.held.values():
+            if tensor.dtype is not dtype or tensor.shape != shape or tensor.device != device:
+                return False
+            if local is not tensor and local_tensor(tensor) is not local:
+                return False
+        return True
 
 
 def bind(module: nn.Module, layout: Layout) -> Binding:

@@ -237,9 +237,7 @@ class StagedLoader:
         self.base_epoch = None  # until it is whole
         arena = self._own()
         if self._adopted is not None:
-            self._installed.lent.append(
-                self._adopted
-            )  # whatever becomes of this: parameters may point there from now on
+            self._installed.lent.append(self._adopted)  # whatever becomes of this: parameters may point there now
             self._adopted = self._spare = None
         taking = [(view, tensor) for view, targets in arena.views for tensor in targets]
         written = [tensor for _, tensor in taking if not self._may_point_elsewhere(tensor)]
