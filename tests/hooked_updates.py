@@ -449,9 +449,9 @@ async def own_code() -> Found:
         engine = ToldEngine(nn.ParameterDict({"weight": torch.zeros(4)}), staged=False)
         begin = InPlaceLoader.begin
 
-        def begin_and_look(loader: InPlaceLoader, begin: Callable[[InPlaceLoader], None] = begin) -> None:
+        def begin_and_look(loader: InPlaceLoader, begin: Callable[..., None] = begin, **options: Any) -> None:
             sections.look("engine")
-            begin(loader)
+            begin(loader, **options)
 
         patched: Any = InPlaceLoader
         patched.begin = begin_and_look
