@@ -1,7 +1,8 @@
 """How long it takes to go on when an engine dies, or stops answering, in the middle of an update.
 
 ``python -m benchmarks.engine_death`` updates three staged engines (Ray actors) from a trainer in this process with 1 GB
-of weights, over a broadcast, as if they were elsewhere: through shared memory there is hardly a middle. Medians over a few rounds, all in one run:
+of weights, over a broadcast, as if they were elsewhere: through shared memory there is hardly a middle. Medians over a
+few rounds, all in one run:
 
 * *undisturbed*: seconds of an update in which nothing happens;
 * *known*: one of the engines is killed (SIGKILL) when it has half of the buckets: seconds until the update goes on
