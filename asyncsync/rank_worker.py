@@ -618,6 +618,8 @@ class RankWorker:
         if self._baseline is None:
             self._baseline = Baseline()
         base = self._baseline
+        if order.against is not None and order.against not in base.epochs_of(plan):
+            raise OutOfStepError("another conductor had what this update is to be compared with dropped meanwhile")
         base.begin(plan, order.against)
         shared = self._lay_out(order.epoch, plan, deltas, None, stop)
         routes = [Route(link, False, arena if isinstance(link, SharedSourceLink) else None) for link in whole]

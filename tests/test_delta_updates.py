@@ -284,6 +284,24 @@ async def test_engines_that_fetch_objects_get_deltas_and_those_that_read_a_folde
             assert [holds(engine, trainer) for engine in (near, far)] == [True, True]
 
 
+async def test_what_is_compared_with_may_be_dropped_in_the_last_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another conductor of the same trainer, without deltas, asks for its weights once this one's order was checked."""
+    async with synced(delta=True, transport="broadcast") as (trainer, engines, synchronizer):
+        await synchronizer.update_weights()
+        nudge(trainer, 1)
+        rank = rank_of(synchronizer)
+        leave = rank._leave_all_but
+
+        async def drop_and_leave(connections: Any) -> None:
+            monkeypatch.undo()
+            rank._baseline = None
+            await leave(connections)
+
+        monkeypatch.setattr(rank, "_leave_all_but", drop_and_leave)
+        assert were_deltas(await synchronizer.update_weights()) == [False, False]
+        assert [holds(engine, trainer) for engine in engines] == [True, True]
+
+
 @pytest.mark.ray
 @BOTH
 async def test_deltas_alone_come_through_objects(ray_cluster: None, staged: bool) -> None:

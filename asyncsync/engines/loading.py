@@ -170,9 +170,7 @@ class StagedLoader:
         self._lent: WeakKeyDictionary[LentArena, _Arena] = WeakKeyDictionary()  # they come again and again
         self._digests = StreamingDigests(0)
         self.base_epoch: int | None = None
-        self._lag: dict[
-            int, Tensor | None
-        ] = {}  # by bucket: what brings the spare arena up to date, where that is known
+        self._lag: dict[int, Tensor | None] = {}  # by bucket: what brings the spare arena up to date, if it is known
         self._changes: dict[int, Tensor | None] = {}  # of the update that is being received
 
     def begin(self, *, delta: bool = False) -> None:
