@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -16,6 +18,7 @@ from asyncsync.engines import EngineReceipt, RolloutEngine
 from asyncsync.engines.gate import GenerationGate
 from asyncsync.engines.loading import Loader
 from asyncsync.messages import Contacts, EngineStatus, Layout, Policy, Rendezvous, UpdateOrder
+from asyncsync.sending import OwnTensors
 from tests.sample import Zoo, contents
 
 CONNECTING = ("describe_engine", "accept_layout", "open_group", "join_group")
@@ -156,3 +159,17 @@ def holds(engine: RolloutEngine, module: nn.Module) -> bool:
     """Whether an engine serves exactly a module's bytes, under every name."""
     assert isinstance(engine, asyncsync.ModuleEngine)
     return contents(engine.module) == contents(module)
+
+
+def fills_are_noted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Which buckets a source in this process fills, from now on, by index; none may be read where it lies."""
+    filled: list[int] = []
+    fill = OwnTensors.fill
+
+    def watched(filler: OwnTensors, bucket: Bucket, buffer: Tensor, stop: threading.Event) -> None:
+        filled.append(bucket.index)
+        fill(filler, bucket, buffer, stop)
+
+    monkeypatch.setattr(OwnTensors, "fill", watched)
+    monkeypatch.setattr(OwnTensors, "lying", lambda *_: pytest.fail("read where it lies"))
+    return filled

@@ -28,11 +28,9 @@ from torch import Tensor, nn
 
 import asyncsync
 from asyncsync import WeightSynchronizer
-from asyncsync.buckets import Bucket
 from asyncsync.errors import ConnectError, LinkLostError, OutOfStepError, TransferError
 from asyncsync.messages import PROTOCOL_VERSION, Contacts, EngineStatus, Rendezvous
 from asyncsync.rank_worker import RankWorker
-from asyncsync.sending import OwnTensors
 from asyncsync.threads import WorkerThread
 from asyncsync.transports import shared
 from asyncsync.transports.base import LentArena
@@ -40,7 +38,7 @@ from asyncsync.transports.host_memory import available_memory
 from asyncsync.transports.memory_files import Mapping, SharedSet, SharedSets, new_memory_file, this_node
 from asyncsync.transports.shared import SharedEngineLink, SharedJoining, SharedSourceLink
 from tests.actors import Engine, Flat, Trainer
-from tests.engines import ToldEngine, change, holds, synced, zoo
+from tests.engines import ToldEngine, change, fills_are_noted, holds, synced, zoo
 from tests.faulty import BUCKET, FaultyEngine, weights
 from tests.sample import Zoo, contents, fingerprint, random_bytes
 
@@ -632,15 +630,7 @@ class Elsewhere(ToldEngine):
 
 @pytest.mark.asyncio
 async def test_one_reading_of_the_weights_serves_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
-    filled: list[int] = []
-    fill = OwnTensors.fill
-
-    def watched(filler: OwnTensors, bucket: Bucket, buffer: Tensor, stop: threading.Event) -> None:
-        filled.append(bucket.index)
-        fill(filler, bucket, buffer, stop)
-
-    monkeypatch.setattr(OwnTensors, "fill", watched)
-    monkeypatch.setattr(OwnTensors, "lying", lambda *_: pytest.fail("read where it lies"))
+    filled = fills_are_noted(monkeypatch)
     trainer, near, far = Zoo(1), [ToldEngine(zoo(50)), ToldEngine(zoo(51), staged=False)], Elsewhere(zoo(52))
     async with WeightSynchronizer(trainer, [*near, far], bucket_size=1024, timeout=60) as synchronizer:
         for _ in range(3):

@@ -25,11 +25,11 @@ import pytest
 import ray
 import torch
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import nn
 
 import asyncsync
 from asyncsync import ConnectError, EngineState, PlanError, TrainerError, TransferError, WeightSynchronizer, cluster
-from asyncsync.buckets import Bucket, plan_buckets
+from asyncsync.buckets import plan_buckets
 from asyncsync.engines import EngineReceipt
 from asyncsync.errors import LinkLostError, OutOfStepError
 from asyncsync.messages import STORES, EngineStatus, Rendezvous, Store, Stored, UpdateOrder
@@ -41,7 +41,7 @@ from asyncsync.weight_files import FileLayout, FileLayouts, Run, sliced
 from asyncsync.weights import WeightSource
 from tests.actors import Engine, Trainer
 from tests.cancelling import CancelAt
-from tests.engines import ToldEngine, change, failing, hanging, holds, synced, zoo
+from tests.engines import ToldEngine, change, failing, fills_are_noted, hanging, holds, synced, zoo
 from tests.faulty import BUCKET, FaultyEngine, FaultyTrainer, weights
 from tests.sample import Zoo, content, contents, fingerprint, random_bytes
 
@@ -168,15 +168,7 @@ class Elsewhere(ToldEngine):
 async def test_four_ways_to_four_engines_from_one_reading(
     ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, staged: bool
 ) -> None:
-    filled: list[int] = []
-    fill = OwnTensors.fill
-
-    def watched(filler: OwnTensors, bucket: Bucket, buffer: Tensor, stop: threading.Event) -> None:
-        filled.append(bucket.index)
-        fill(filler, bucket, buffer, stop)
-
-    monkeypatch.setattr(OwnTensors, "fill", watched)
-    monkeypatch.setattr(OwnTensors, "lying", lambda *_: pytest.fail("read where it lies"))
+    filled = fills_are_noted(monkeypatch)
     trainer, read = Zoo(1), list[int]()
 
     def give() -> nn.Module:
