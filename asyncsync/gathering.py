@@ -17,6 +17,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from asyncsync.buckets import Bucket, Plan
+from asyncsync.digests import StreamingDigests
 from asyncsync.errors import TransferError
 from asyncsync.packing import in_place, pack
 from asyncsync.sending import kept, wait
@@ -57,6 +58,10 @@ class ShardGathering:
         self._kept = messages
         self._messages: dict[int, Tensor] = {}
         self._handles: dict[int, object] = {}
+
+    def hash_into(self, digests: StreamingDigests) -> bool:
+        """See :class:`~asyncsync.sending.Filler`."""
+        return False
 
     def lying(self, bucket: Bucket, device: str) -> Tensor | None:
         whole = self._shards.is_whole(bucket)
@@ -133,6 +138,10 @@ class CallGathering:
         self._ahead = deque(_in_order(plan))
         self._failed = False
         self._split: tuple[int, Tensor] | None = None
+
+    def hash_into(self, digests: StreamingDigests) -> bool:
+        """See :class:`~asyncsync.sending.Filler`."""
+        return False
 
     def lying(self, bucket: Bucket, device: str) -> Tensor | None:
         return None

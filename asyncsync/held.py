@@ -17,6 +17,7 @@ from torch import Tensor
 
 from asyncsync.buckets import Bucket, Plan
 from asyncsync.devices import settle
+from asyncsync.digests import StreamingDigests
 from asyncsync.errors import TransferError
 from asyncsync.gathering import CallGathering, take_part
 from asyncsync.packing import arena_views, pack, raw
@@ -52,6 +53,10 @@ class LaidOut:
 
     def __init__(self, arena: Tensor) -> None:
         self._arena = arena
+
+    def hash_into(self, digests: StreamingDigests) -> bool:
+        """See :class:`~asyncsync.sending.Filler`."""
+        return False
 
     def lying(self, bucket: Bucket, device: str) -> Tensor | None:
         """See :class:`~asyncsync.sending.Filler`."""
@@ -93,12 +98,12 @@ def hold_whole(
             if gathering is not None:
                 gathering.fill(bucket, place, stop)
             else:
-                pack(plan, bucket, snapshot.tensors, place)
+                pack(plan, bucket, snapshot.tensors, place, snapshot.addresses)
     finally:
         if gathering is not None:
             gathering.finish()
     settle(home)
-    copies = replace(snapshot, tensors=tuple(arena_views(plan, arena)), gather=None, home=home)
+    copies = replace(snapshot, tensors=tuple(arena_views(plan, arena)), gather=None, home=home, addresses=())
     return HeldWeights(plan, copies, snapshot.gather is not None, arena, shared)
 
 
@@ -124,7 +129,7 @@ def hold_shards(plan: Plan, snapshot: Snapshot, spare: Sequence[Tensor], stop: t
             raw(copy).copy_(raw(tensor))
             copies.append(copy)
     settle(snapshot.device)
-    return HeldWeights(plan, replace(snapshot, tensors=tuple(copies), home=snapshot.device))
+    return HeldWeights(plan, replace(snapshot, tensors=tuple(copies), home=snapshot.device, addresses=()))
 
 
 def hold_nothing(plan: Plan, snapshot: Snapshot, gather: Callable[[int], Tensor | None]) -> HeldWeights:

@@ -587,7 +587,7 @@ class RankWorker:
                 if self._gathers_with_others:
                     gathering.finish()
         if links.plan is None:
-            filler: Filler = OwnTensors(plan, snapshot.tensors)
+            filler: Filler = OwnTensors(plan, snapshot.tensors, snapshot.addresses)
             if held is not None and held.arena is not None and plan.digest == held.plan.digest:
                 filler = filler if self._compares(links.engines) else LaidOut(held.arena)  # with padding, as it lies
         else:

@@ -22,7 +22,7 @@ from asyncsync.buckets import Bucket, Plan
 from asyncsync.checksums import Witness
 from asyncsync.digests import Digests, StreamingDigests
 from asyncsync.errors import TransferError
-from asyncsync.packing import bucket_parts, hash_bucket, in_place, pack
+from asyncsync.packing import bucket_parts, hash_bucket, in_place, pack, pack_and_hash
 from asyncsync.threads import WorkerThread
 from asyncsync.transports.base import Link
 
@@ -35,6 +35,10 @@ class Filler(Protocol):
 
     buffers: int
     """How many bucket buffers it may fill: two, less what it needs for itself."""
+
+    def hash_into(self, digests: StreamingDigests) -> bool:
+        """Whether it adds all that it fills from now on to these digests itself, in host memory that it fills."""
+        ...
 
     def lying(self, bucket: Bucket, device: str) -> Tensor | None:
         """The bucket's bytes where they lie, flat uint8 on this type of device; None if a buffer must be filled."""
@@ -59,13 +63,23 @@ class OwnTensors:
     Args:
         plan: The plan.
         tensors: All its tensors, in order.
+        addresses: What :func:`~asyncsync.packing.host_address` says of each, if that is known.
     """
 
     buffers = 2
 
-    def __init__(self, plan: Plan, tensors: Sequence[Tensor]) -> None:
+    def __init__(self, plan: Plan, tensors: Sequence[Tensor], addresses: Sequence[int] = ()) -> None:
         self._plan = plan
         self._tensors = tensors
+        self._addresses = addresses
+        self._digests: StreamingDigests | None = None
+
+    def hash_into(self, digests: StreamingDigests) -> bool:
+        # Where torch copies with several threads it is quicker to hash beside them.
+        if torch.get_num_threads() > 1 or not all(tensor.is_cpu for tensor in self._tensors):
+            return False
+        self._digests = digests
+        return True
 
     def lying(self, bucket: Bucket, device: str) -> Tensor | None:
         return in_place(self._plan, bucket, self._tensors, device)
@@ -74,7 +88,10 @@ class OwnTensors:
         pass
 
     def fill(self, bucket: Bucket, buffer: Tensor, stop: threading.Event) -> None:
-        pack(self._plan, bucket, self._tensors, buffer)
+        if self._digests is None:
+            pack(self._plan, bucket, self._tensors, buffer, self._addresses)
+        else:
+            pack_and_hash(self._plan, bucket, self._tensors, buffer, self._addresses, self._digests)
 
     def parts(self, bucket: Bucket, scratch: Callable[[int], Tensor]) -> Iterator[tuple[int, Tensor]]:
         """The bucket part by part; see :func:`~asyncsync.packing.bucket_parts`."""
@@ -122,12 +139,14 @@ class Sender:
         device = "cpu" if "cpu" in devices else links[0].device  # a link to other devices moves the bytes by itself
         on_the_way: deque[_Sent] = deque()
         filled = 0
+        is_hashed = arena is not None and filler.hash_into(digests)
 
         def wait_for_oldest() -> None:
             sent = on_the_way.popleft()
             for link, handle in zip(links, sent.handles, strict=True):
                 wait(link, handle, sent.bucket, stop)
-            sent.hashed.result()
+            if sent.hashed is not None:
+                sent.hashed.result()
 
         for bucket, following in itertools.zip_longest(plan.buckets, plan.buckets[1:]):
             if bucket.index == 0:
@@ -146,7 +165,11 @@ class Sender:
                 flat = kept(self._buffers, buffer, plan.largest_bucket, device)[: bucket.nbytes]
                 filler.fill(bucket, flat, stop)
             handles = [link.start_send(flat) for link in links]
-            hashed = self._hasher.submit(hash_sent, plan, bucket, flat, digests, witness)
+            hashed = None
+            if not is_hashed:
+                hashed = self._hasher.submit(hash_sent, plan, bucket, flat, digests, witness)
+            elif witness is not None:
+                hashed = self._hasher.submit(witness.add, bucket, flat)
             on_the_way.append(_Sent(bucket, handles, hashed, buffer))
             if following is not None:
                 filler.expect(following)
@@ -174,7 +197,7 @@ def hash_sent(plan: Plan, bucket: Bucket, flat: Tensor, digests: StreamingDigest
 class _Sent:
     bucket: Bucket
     handles: list[object]
-    hashed: Future[None]
+    hashed: Future[None] | None
     buffer: int | None
 
 

@@ -6,10 +6,11 @@ Everything that cannot be sent is refused here, by name, before anything is plan
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from asyncsync.devices import home_of
 from asyncsync.errors import PlanError, TransferError
 from asyncsync.masters import MasterWeights, NamedTensors, Pair
 from asyncsync.messages import NameMap
+from asyncsync.packing import host_address
 from asyncsync.shards import Block, Holding
 from asyncsync.transports.dtensor import Boxes, is_dtensor, local_tensor
 
@@ -74,6 +76,7 @@ class Snapshot:
         holding: Which part of each tensor that is; None if every tensor is whole.
         gather: Collective. Gives a tensor whole, by its index, where no tensor lies here; on some ranks only None.
         home: Where the weights are, if the tensors are copies of them that lie elsewhere.
+        addresses: What :func:`~asyncsync.packing.host_address` says of each tensor, if that is known.
     """
 
     specs: tuple[TensorSpec, ...]
@@ -81,6 +84,7 @@ class Snapshot:
     holding: Holding | None = None
     gather: Callable[[int], Tensor | None] | None = None
     home: torch.device | None = None
+    addresses: tuple[int, ...] = ()
 
     @property
     def device(self) -> torch.device:
@@ -127,21 +131,24 @@ class WeightSource:
         """
         if isinstance(self._weights, GatheredWeights) and not isinstance(self._weights, nn.Module):
             return self._read_gathered(self._weights, name_map, dtype)
-        pairs = self._pairs()
-        if name_map is not None:
-            pairs = [pair._replace(name=name) for pair in pairs if (name := _map(name_map, pair.name)) is not None]
-        with torch.no_grad():
-            last = self._last
-            tensors = last.reread(pairs) if last is not None and last.dtype == dtype else None
-            if last is None or tensors is None:
-                last, tensors = _read_anew(pairs, dtype)
-        self._last = last
-        return Snapshot(last.specs, tensors, last.holding)
-
-    def _pairs(self) -> list[Pair]:
+        last = self._last if self._last is not None and self._last.dtype == dtype else None
+        found: Iterable[tuple[Any, ...]]
         if isinstance(self._weights, MasterWeights):
-            return list(self._weights.pair(named_tensors(self._weights.weights), _memory_of))
-        return [Pair(name, tensor) for name, tensor in named_tensors(self._weights)]
+            found = self._weights.pair(named_tensors(self._weights.weights), _memory_of)
+        else:
+            found = named_tensors(self._weights)
+        if name_map is not None:
+            found = ((name, *rest) for held, *rest in found if (name := _map(name_map, held)) is not None)
+        found = list(found)
+        with torch.no_grad():
+            tensors = None if last is None else last.look_again(found)
+            if last is None or tensors is None:
+                pairs = list(itertools.starmap(Pair, found))
+                tensors = None if last is None else last.reread(pairs)
+                if last is None or tensors is None:
+                    last, tensors = _read_anew(pairs, dtype)
+        self._last = last
+        return Snapshot(last.specs, tensors, last.holding, addresses=last.addresses)
 
     def _read_gathered(self, weights: GatheredWeights, name_map: NameMap | None, dtype: torch.dtype | None) -> Snapshot:
         described = [(name, held, tuple(shape)) for name, held, shape in weights.describe()]
@@ -194,14 +201,16 @@ class _Reading:
     """What one reading found, kept since the next mostly finds the same.
 
     Args:
-        layout: The tensors, under every name.
+        pairs: Names and tensors.
+        held: What lies here of each.
         dtype: What floating-point tensors are sent in.
 
     Raises:
         PlanError: A name occurs twice.
     """
 
-    def __init__(self, layout: Sequence[_Found], dtype: torch.dtype | None) -> None:
+    def __init__(self, pairs: Sequence[Pair], held: Sequence[Held], dtype: torch.dtype | None) -> None:
+        layout = [_find(pair, one) for pair, one in zip(pairs, held, strict=True)]
         _refuse_duplicates([name for name, *_ in layout])
         firsts: dict[object, int] = {}
         aliases: dict[int, list[str]] = {}
@@ -212,7 +221,10 @@ class _Reading:
         tied = set(itertools.chain.from_iterable(aliases.values()))
         self.layout = layout
         self.dtype = dtype
-        self.is_own = [name not in tied for name, *_ in layout]
+        self._is_own = [name not in tied for name, *_ in layout]
+        self._names = tuple(pair.name for pair in pairs)
+        is_plain = pairs and all(pair.master is None for pair in pairs)
+        self._looks = _looks([pair.weight for pair in pairs]) if is_plain else None
         self.specs = tuple(
             TensorSpec(
                 name,
@@ -221,41 +233,65 @@ class _Reading:
                 tuple(aliases.get(index, ())),
             )
             for index, (name, held, shape, _, _) in enumerate(layout)
-            if self.is_own[index]
+            if self._is_own[index]
         )
-        holding = tuple(block for (*_, block), own in zip(layout, self.is_own, strict=True) if own)
+        own_tensors = self.own(one.tensor for one in held)
+        self.addresses = tuple(host_address(spec, own) for spec, own in zip(self.specs, own_tensors, strict=True))
+        holding = tuple(block for (*_, block), own in zip(layout, self._is_own, strict=True) if own)
         self.holding = None if all(block is None for block in holding) else holding
 
-    def reread(self, pairs: Sequence[Pair]) -> tuple[Tensor, ...] | None:
-        """The tensors, detached, if they are where and what they were; else None.
+    def look_again(self, found: Sequence[tuple[Any, ...]]) -> tuple[Tensor, ...] | None:
+        """The tensors, detached, if they are of torch's own classes, and certainly where and what they were; else None.
 
-        Goes through them one by one and keeps nothing of each but itself: a garbage collection would look through it.
+        Args:
+            found: Names and tensors.
         """
+        if self._looks is None or len(found) != len(self.layout) or len(found[0]) > 2:
+            return None
+        names, tensors = zip(*found, strict=True)
+        if names != self._names or _looks(tensors) != self._looks:
+            return None
+        return self.own(tensors)
+
+    def reread(self, pairs: Sequence[Pair]) -> tuple[Tensor, ...] | None:
+        """The tensors, detached, if they are where and what they were; else None."""
         if len(pairs) != len(self.layout):
             return None
-        tensors, boxes = [], Boxes()
-        for pair, found, own in zip(pairs, self.layout, self.is_own, strict=True):
-            tensor = pair.weight if pair.master is None else pair.master
-            if not (pair.master is None and type(tensor) in _PLAIN and _is_as_found(pair.name, tensor, found)):
-                held = _hold(pair, boxes)
-                if reason_against(held.tensor) is not None or _find(pair, held) != found:
-                    return None
-                tensor = held.tensor
-            if own:
-                tensors.append(tensor.detach())
-        return tuple(tensors)
+        boxes = Boxes()
+        tensors = []
+        for pair, found in zip(pairs, self.layout, strict=True):
+            held = _hold(pair, boxes)
+            if reason_against(held.tensor) is not None or _find(pair, held) != found:
+                return None
+            tensors.append(held.tensor)
+        return self.own(tensors)
+
+    def own(self, tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
+        """Of all names' tensors those that are sent, detached."""
+        return tuple(map(Tensor.detach, itertools.compress(tensors, self._is_own)))
 
 
-_PLAIN = (Tensor, nn.Parameter)
+def _looks(tensors: Sequence[Tensor]) -> tuple[list[object], ...] | None:
+    """What tells tensors of torch's own classes from others, and where they lie; None if some are of another class.
 
-
-def _is_as_found(name: str, tensor: Tensor, found: _Found) -> bool:
-    """Whether a tensor of torch's own classes is certainly what was found: in one look, for there may be thousands."""
+    In a few calls, not some for each tensor: there may be thousands.
+    """
+    if not set(map(type, tensors)) <= _PLAIN:
+        return None
     try:
-        where = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        return tuple(list(map(look, tensors)) for look in _LOOKS)
     except RuntimeError:  # a kind that has no such thing
-        return False
-    return (name, tensor.dtype, tensor.shape, (*where, tensor.is_conj(), tensor.is_neg()), None) == found
+        return None
+
+
+_PLAIN = {Tensor, nn.Parameter}
+_LOOKS: tuple[Callable[[Tensor], object], ...] = (
+    Tensor.data_ptr,
+    *map(operator.attrgetter, ("dtype", "shape", "device")),
+    Tensor.stride,
+    Tensor.is_conj,
+    Tensor.is_neg,
+)
 
 
 def _read_anew(pairs: Sequence[Pair], dtype: torch.dtype | None) -> tuple[_Reading, tuple[Tensor, ...]]:
@@ -264,8 +300,8 @@ def _read_anew(pairs: Sequence[Pair], dtype: torch.dtype | None) -> tuple[_Readi
     _refuse_unsendable((pair.name, one.tensor) for pair, one in zip(pairs, held, strict=True))
     if odd := [pair.name for pair in pairs if not isinstance(pair.name, str)]:
         raise PlanError(f"names must be strings, not {', '.join(map(repr, odd[:8]))}")
-    reading = _Reading([_find(pair, one) for pair, one in zip(pairs, held, strict=True)], dtype)
-    return reading, tuple(one.tensor.detach() for one, own in zip(held, reading.is_own, strict=True) if own)
+    reading = _Reading(pairs, held, dtype)
+    return reading, reading.own(one.tensor for one in held)
 
 
 def named_tensors(weights: Weights) -> Iterator[tuple[str, Tensor]]:

@@ -8,9 +8,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from asyncsync import packing
 from asyncsync.buckets import TensorSpec, plan_buckets
 from asyncsync.digests import StreamingDigests
-from asyncsync.packing import arena_views, digest_weights, hash_bucket, in_place, pack, row_major, unpack
+from asyncsync.packing import (
+    arena_views,
+    digest_weights,
+    hash_bucket,
+    host_address,
+    in_place,
+    pack,
+    pack_and_hash,
+    row_major,
+    unpack,
+)
 from tests.sample import DTYPES, content, random_tensor
 
 
@@ -100,6 +111,30 @@ def test_another_dtype_in_the_plan_converts(bucket_size: int) -> None:
     for bucket in plan.buckets:
         pack(plan, bucket, [master], arena[bucket.start : bucket.stop])
     assert content(arena_views(plan, arena)[0]) == content(master.to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("bucket_size", [64, 192, 1 << 20])
+@pytest.mark.parametrize("are_known", [False, True], ids=["addresses found", "addresses given"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_packing_and_hashing_in_one_go_is_the_same(
+    dtype: torch.dtype, bucket_size: int, are_known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packing, "_SMALL", 16)
+    monkeypatch.setattr(packing, "_GROUP", 40)  # a large tensor takes several steps, and the last is shorter
+    tensors = [random_tensor(torch.float64, (5,), seed=2), *kinds(dtype), torch.randn(40)]
+    specs = [TensorSpec(f"t{index}", tensor.dtype, tuple(tensor.shape)) for index, tensor in enumerate(tensors)]
+    specs[-1] = TensorSpec("converted", torch.bfloat16, (40,))
+    plan = plan_buckets(specs, bucket_size)
+    addresses = tuple(map(host_address, specs, tensors)) if are_known else ()
+    arenas = [torch.zeros(plan.arena_nbytes, dtype=torch.uint8) for _ in range(2)]
+    apart, at_once = StreamingDigests(len(specs)), StreamingDigests(len(specs))
+    for bucket in plan.buckets:
+        one, other = (arena[bucket.start : bucket.stop] for arena in arenas)
+        pack(plan, bucket, tensors, one)
+        hash_bucket(plan, bucket, one, apart)
+        pack_and_hash(plan, bucket, tensors, other, addresses, at_once)
+    assert torch.equal(*arenas)
+    assert apart.result().tolist() == at_once.result().tolist()
 
 
 @given(

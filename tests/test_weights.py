@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from asyncsync.errors import PlanError
+from asyncsync.packing import host_address
 from asyncsync.weights import WeightSource
 from tests.sample import Zoo
 
@@ -158,7 +159,15 @@ def _renamed(module: nn.Linear) -> None:
     del module.bias
 
 
-@pytest.mark.parametrize("change", [_moved, _converted, _replaced, _tied, _renamed])
+def _restrided(module: nn.Linear) -> None:
+    module.weight.data = module.weight.data.as_strided(module.weight.shape, (1, module.weight.shape[0]))
+
+
+def _negated(module: nn.Linear) -> None:
+    module.weight.data = torch._neg_view(module.weight.data)
+
+
+@pytest.mark.parametrize("change", [_moved, _converted, _replaced, _tied, _renamed, _restrided, _negated])
 def test_what_changed_since_the_last_reading_is_found(change: Callable[[nn.Linear], None]) -> None:
     module = linear()
     source = WeightSource(module)
@@ -167,6 +176,7 @@ def test_what_changed_since_the_last_reading_is_found(change: Callable[[nn.Linea
     again, anew = source.read(), WeightSource(module).read()
     assert again.specs == anew.specs
     assert [tensor.data_ptr() for tensor in again.tensors] == [tensor.data_ptr() for tensor in anew.tensors]
+    assert list(again.addresses) == list(map(host_address, again.specs, again.tensors))
     assert all(not tensor.requires_grad for tensor in again.tensors)
 
 

@@ -5,12 +5,12 @@ A module may hold DTensors: of each, a block lies here, or all of it. A layout a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+import operator
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TypeAlias
 
-import torch
 from torch import Tensor, nn
 
 from asyncsync.buckets import Plan, list_names
@@ -21,9 +21,53 @@ from asyncsync.shards import Block, Shard
 from asyncsync.transports.dtensor import Boxes, is_dtensor, local_tensor
 from asyncsync.weights import Held, hold, module_tensors, reason_against
 
-_NOTHING = object()
-_Part: TypeAlias = tuple[tuple[Mapping[str, object], tuple[tuple[str, object], ...]], ...]
-_Seen: TypeAlias = tuple[Tensor, Tensor, torch.dtype, torch.Size, torch.device]
+
+class Contents:
+    """What a module holds, and under which names: all its parts, parameters and buffers, as they are now.
+
+    Compared column by column, in a few calls: there may be thousands, and the trainer is reading its own meanwhile.
+
+    Args:
+        module: The module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.tensors = module_tensors(module)
+        self._locals = [
+            (tensor, local) for tensor in self.tensors.values() if (local := local_tensor(tensor)) is not tensor
+        ]
+        self._kinds = _kinds(self.tensors.values())
+        self._holdings: list[Mapping[str, object]] = [
+            holding for part in module.modules() for holding in (part._modules, part._parameters, part._buffers)
+        ]
+        self._sizes = list(map(len, self._holdings))
+        self._names = list(itertools.chain.from_iterable(self._holdings))
+        self._held = list(itertools.chain.from_iterable(map(_values, self._holdings)))
+
+    def are_those_of(self, module: nn.Module) -> bool:
+        """Whether the module still holds these very tensors, unchanged in kind."""
+        if not self._are_untouched():
+            now = module_tensors(module)  # ten times slower, and knows what is no weight
+            if now.keys() != self.tensors.keys() or any(now[name] is not one for name, one in self.tensors.items()):
+                return False
+        return self._kinds == _kinds(self.tensors.values()) and all(
+            local_tensor(tensor) is local for tensor, local in self._locals
+        )
+
+    def _are_untouched(self) -> bool:
+        return (
+            list(map(len, self._holdings)) == self._sizes
+            and list(itertools.chain.from_iterable(self._holdings)) == self._names
+            and all(map(operator.is_, itertools.chain.from_iterable(map(_values, self._holdings)), self._held))
+        )
+
+
+_values = operator.methodcaller("values")
+
+
+def _kinds(tensors: Collection[Tensor]) -> tuple[list[object], ...]:
+    """Dtypes, shapes and devices."""
+    return tuple(list(map(operator.attrgetter(what), tensors)) for what in ("dtype", "shape", "device"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +78,7 @@ class Binding:
         plan: The plan, computed here from the layout.
         targets: For every tensor of the plan, the module's distinct tensors that take all of its bytes.
         shards: Those that take only a block of them, by the tensor's index in the plan.
-        held: All the module's tensors, as they were then: the tensor, what lies here of it, dtype, shape and device.
-        structure: What every part of the module held under which name, as it was then.
+        contents: What the module held then.
         shared: Ids of targets whose memory other tensors of the module see too, but are no targets of the same bytes:
             these must be written where they lie.
         partial: Whether the layout was accepted as a partial one.
@@ -44,8 +87,7 @@ class Binding:
     plan: Plan
     targets: tuple[tuple[Tensor, ...], ...]
     shards: Mapping[int, tuple[Shard, ...]]
-    held: Mapping[str, _Seen]
-    structure: tuple[_Part, ...]
+    contents: Contents
     shared: frozenset[int]
     partial: bool
 
@@ -75,17 +117,7 @@ class Binding:
         One that was replaced would get nothing. One that was converted or moved in place (``module.half()`` keeps the
         parameter and gives it other memory) would get bytes that mean something else.
         """
-        if not all(_holds(now, seen) for part in self.structure for now, seen in part):
-            now = module_tensors(module)  # ten times slower, and knows what is no weight
-            if now.keys() != self.held.keys() or any(now[name] is not seen[0] for name, seen in self.held.items()):
-                return False
-        # A plain loop, and no look for what cannot be: there may be thousands, and the trainer is reading meanwhile.
-        for tensor, local, dtype, shape, device in self.held.values():
-            if tensor.dtype is not dtype or tensor.shape != shape or tensor.device != device:
-                return False
-            if local is not tensor and local_tensor(tensor) is not local:
-                return False
-        return True
+        return self.contents.are_those_of(module)
 
 
 def bind(module: nn.Module, layout: Layout) -> Binding:
@@ -151,19 +183,7 @@ def bind(module: nn.Module, layout: Layout) -> Binding:
             neighbours = by_storage[tensor.untyped_storage().data_ptr() or id(tensor)]
             if any(id(neighbour) not in group for neighbour in neighbours):
                 shared.add(id(tensor))
-    seen = {
-        name: (tensor, held[name].tensor, tensor.dtype, tensor.shape, tensor.device) for name, tensor in found.items()
-    }
-    structure = tuple(
-        tuple((holding, tuple(holding.items())) for holding in (part._modules, part._parameters, part._buffers))
-        for part in module.modules()
-    )
-    return Binding(plan, tuple(targets), shards, seen, structure, frozenset(shared), layout.partial)
-
-
-def _holds(now: Mapping[str, object], seen: Sequence[tuple[str, object]]) -> bool:
-    """Whether a dictionary holds the same objects under the same names as it did."""
-    return len(now) == len(seen) and all(now.get(name, _NOTHING) is one for name, one in seen)
+    return Binding(plan, tuple(targets), shards, Contents(module), frozenset(shared), layout.partial)
 
 
 def local_tensors(module: nn.Module) -> dict[int, Tensor]:

@@ -104,13 +104,13 @@ class Installed:
     """Which memory a module's parameters were pointed to; shared by all of its loaders, one after the other.
 
     Attributes:
-        views: What each was pointed to, by the parameter's id.
+        views: What each was pointed to, by the parameter's id, and where that memory begins.
         lent: The memory of sources among it.
         left: What of that was let go of, and is to be tidied up.
     """
 
     def __init__(self) -> None:
-        self.views: dict[int, Tensor] = {}
+        self.views: dict[int, tuple[Tensor, int]] = {}
         self.lent: list[LentArena] = []
         self.left: list[LentArena] = []
 
@@ -125,7 +125,7 @@ class Installed:
             live: Memory in which the weights in service lie as well, though parameters may be copies of them: what
                 differs from them may come next.
         """
-        used = {view.untyped_storage().data_ptr() for view in self.views.values()} if self.lent else set()
+        used = {where for _, where in self.views.values()} if self.lent else set()
         used.add(live.untyped_storage().data_ptr())
         kept = []
         for lent in self.lent:
@@ -237,17 +237,18 @@ class StagedLoader:
         if self._adopted is not None:
             self._installed.lent.append(self._adopted)  # whatever becomes of this: parameters may point there now
             self._adopted = self._spare = None
-        taking = [(view, tensor) for view, targets in arena.views for tensor in targets]
-        written = [tensor for _, tensor in taking if not self._may_point_elsewhere(tensor)]
+        written: list[Tensor] = []
+        if self._live is None or not self._live.is_in_service():
+            written = [tensor for tensor in arena.targets if not self._may_point_elsewhere(tensor)]
         self._binding.check_memory(written)
         stay = {id(tensor) for tensor in written}
         with torch.no_grad():
-            for view, tensor in taking:
+            for tensor, taken in zip(arena.targets, arena.views, strict=True):
                 if id(tensor) in stay:
-                    raw(tensor).copy_(raw(view))
+                    raw(tensor).copy_(raw(taken[0]))
                 else:
-                    tensor.data = view
-                    self._installed.views[id(tensor)] = view
+                    tensor.data = taken[0]
+                    self._installed.views[id(tensor)] = taken
         settle(self._home)
         self._spare = None if arena.lent or self._live is None or self._live.lent else self._live
         self._live = arena
@@ -258,7 +259,7 @@ class StagedLoader:
     def _may_point_elsewhere(self, tensor: Tensor) -> bool:
         """Whether nothing else would go on to see the old memory: it is all the tensor's own, or an arena of ours."""
         installed = self._installed.views.get(id(tensor))
-        if installed is not None and installed.data_ptr() == tensor.data_ptr():
+        if installed is not None and installed[0].data_ptr() == tensor.data_ptr():
             return True
         whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
         return whole and id(tensor) not in self._binding.shared
@@ -280,7 +281,8 @@ class _Arena:
     Attributes:
         memory: Flat uint8.
         lent: Whether it is a source's.
-        views: Its tensors, each with the module's that are to become it.
+        targets: The module's tensors that are to be pointed into it.
+        views: What each of them is to become, and where the memory of all begins.
     """
 
     def __init__(self, binding: Binding, device: torch.device, memory: Tensor | None = None) -> None:
@@ -303,7 +305,11 @@ class _Arena:
             memory = torch.empty(lying.arena_nbytes, dtype=torch.uint8, device=device)
         self.memory = memory
         views = arena_views(lying, self.memory)
-        self.views = [(view, tensors) for view, (*_, tensors) in zip(views, found, strict=True)]
+        where = self.memory.untyped_storage().data_ptr()
+        becoming = [(tensor, view) for view, (*_, tensors) in zip(views, found, strict=True) for tensor in tensors]
+        self.targets = [tensor for tensor, _ in becoming]
+        self.views = [(view, where) for _, view in becoming]
+        self._addresses = [view.data_ptr() for _, view in becoming]
         self._sharded = bool(binding.shards)
         self._whole: list[list[Tensor]] = [[] for _ in plan.specs]
         self._shards: dict[int, list[Shard]] = {}
@@ -312,6 +318,10 @@ class _Arena:
                 self._whole[index].append(view)
             else:
                 self._shards.setdefault(index, []).append(Shard(view, block))
+
+    def is_in_service(self) -> bool:
+        """Whether all of the module's tensors point into it."""
+        return list(map(Tensor.data_ptr, self.targets)) == self._addresses
 
     def place(self, bucket: Bucket) -> Tensor:
         """Where a bucket lies, if it is laid out as the plan is."""
