@@ -188,19 +188,23 @@ def test_the_library_takes_part_over_each_of_its_transports() -> None:
     assert len(names) == 2 * len([name for name in entries._names(Transport) if name != "pynccl"])
 
 
-def test_as_many_run_together_as_there_is_memory_for() -> None:
+def test_as_many_run_together_as_there_is_memory_for_and_none_beside_who_is_restless() -> None:
     layout, everyone = layouts.all_layouts()["1 GB"], entries.all_entries()
+    restless = [entry.name for entry in everyone if entry.is_restless]
+    assert restless == ["Ray direct transport, NIXL"]
     for memory in (2**20, 20 * 2**30, 2**50):
         found = measuring.heats(everyone, layout, memory)
         always, *_ = ([entry.name for entry in heat[:2]] for heat in found)
         assert always == [entries.FLOOR, entries.REFERENCE]
         assert all([entry.name for entry in heat[:2]] == always for heat in found)
         others = [entry.name for heat in found for entry in heat[2:]]
-        assert others == [entry.name for entry in everyone if entry.name not in always]
+        calm = [entry.name for entry in everyone if entry.name not in (*always, *restless)]
+        assert others == calm + restless
+        assert [entry.name for entry in found[-1][2:]] == restless
         for heat in found:
             sets = entries.PLACE_SETS + sum(entry.sets for entry in heat)
             assert len(heat) == 3 or sets * layout.nbytes <= memory
-    assert len(found) == 1
+    assert len(found) == 2
     assert len(measuring.heats(everyone, layout, 2**20)) == len(everyone) - 2
     assert measuring.heats(everyone[:1], layout, 0) == [everyone[:1]]
 

@@ -110,6 +110,7 @@ class Entry:
         kind: Which kind it is.
         sets: Memory that it needs at the most, in sets of the weights, beside its place.
         processes: How many it starts.
+        is_restless: Whether it is busy even while nothing is sent.
         make: Makes the contender in a place.
     """
 
@@ -117,6 +118,7 @@ class Entry:
     kind: Kind
     sets: int
     processes: int = 0
+    is_restless: bool = False
     make: Callable[[Place], AbstractAsyncContextManager[Contender]]
 
 
@@ -137,9 +139,17 @@ async def _made(make: Callable[[Place], Contender], place: Place) -> AsyncIterat
 
 
 def _other(
-    name: str, make: Callable[[Place], Contender], *, kind: Kind = "peer", sets: int = 1, processes: int = 0
+    name: str,
+    make: Callable[[Place], Contender],
+    *,
+    kind: Kind = "peer",
+    sets: int = 1,
+    processes: int = 0,
+    is_restless: bool = False,
 ) -> Entry:
-    return Entry(name=name, kind=kind, sets=sets, processes=processes, make=partial(_made, make))
+    return Entry(
+        name=name, kind=kind, sets=sets, processes=processes, is_restless=is_restless, make=partial(_made, make)
+    )
 
 
 def our_name(transport: str, *, staged: bool) -> str:
@@ -181,7 +191,8 @@ def all_entries() -> list[Entry]:
         _other("ray.put of a state dict", lambda place: PutStateDict(place.fleet, place.weights), sets=5),
         _other("seed's loop", lambda place: Seed(place.fleet, place.weights), sets=2),
         _other("ray.util.collective", lambda place: Collective(place.fleet, place.trainer)),
-        _other("Ray direct transport, NIXL", lambda place: Nixl(place.fleet, place.trainer)),
+        # Its agents' threads look for work all the time: a third of a core in each of three processes.
+        _other("Ray direct transport, NIXL", lambda place: Nixl(place.fleet, place.trainer), is_restless=True),
         _other("Ray direct transport, gloo", lambda place: DirectGloo(place.fleet, place.trainer), sets=3),
         _other("torchrl", lambda place: Torchrl(place.fleet, place.weights, place.layout), sets=4),
         _other(

@@ -158,6 +158,8 @@ def reason(error: Exception) -> str:
 def heats(entries: Sequence[Entry], layout: Layout, memory: int) -> list[list[Entry]]:
     """Who runs at the same time: as many as there is memory for; what the others are measured against, always.
 
+    Who is restless, and would take the others' time, has a heat of his own.
+
     Args:
         entries: Everyone.
         layout: What they send.
@@ -172,14 +174,14 @@ def heats(entries: Sequence[Entry], layout: Layout, memory: int) -> list[list[En
     room = memory - MEMORY_RESERVE - place - sum(map(wanted, always))
     found: list[list[Entry]] = []
     left = 0
-    for entry in entries:
-        if entry in always:
-            continue
+    others = [entry for entry in entries if entry not in always]
+    for entry in [entry for entry in others if not entry.is_restless]:
         if not found or wanted(entry) > left:
             found.append([*always])
             left = room
         found[-1].append(entry)
         left -= wanted(entry)
+    found += [[*always, entry] for entry in others if entry.is_restless]
     return found or [always]
 
 
