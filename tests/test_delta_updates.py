@@ -162,6 +162,19 @@ async def test_a_bucket_of_which_too_much_differs_comes_whole_beside_deltas(stag
         assert holds(engine, trainer)
 
 
+@WAYS
+async def test_what_lies_between_tensors_of_a_bucket_that_comes_whole_is_not_counted(way: dict[str, Any]) -> None:
+    trainer, engine = Flat(4, (299,)), ToldEngine(Flat(4, (299,)))
+    async with WeightSynchronizer(trainer, [engine], delta=True, bucket_size=2500, **way) as synchronizer:
+        await synchronizer.update_weights()
+        with torch.no_grad():
+            for weight in trainer.weights:
+                weight.add_(1)
+        update = await synchronizer.update_weights()
+        assert (were_deltas(update), update.outcomes[0].bytes, update.bytes) == ([True], 4 * 1196, 4 * 1196)
+        assert holds(engine, trainer)
+
+
 async def test_weights_that_are_converted_on_purpose_differ_as_what_is_sent() -> None:
     trainer, engine = nn.Linear(64, 64), ToldEngine(nn.Linear(64, 64).to(torch.bfloat16))
     options: dict[str, Any] = {"delta": True, "dtype": torch.bfloat16}
