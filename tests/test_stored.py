@@ -945,17 +945,18 @@ async def test_the_object_store_is_empty_after_success_failure_and_cancellation(
 
 @EACH
 @BOTH
+@pytest.mark.parametrize("delta", [False, True], ids=["whole", "deltas"])
 @pytest.mark.exhaustive
 @pytest.mark.timeout(600)
 @pytest.mark.asyncio
 async def test_an_update_that_is_cancelled_at_any_moment_leaves_nothing(
-    options: dict[str, Any], store: Store, staged: bool
+    options: dict[str, Any], store: Store, staged: bool, delta: bool
 ) -> None:
-    async with synced(staged=staged, **options) as (trainer, engines, synchronizer):
+    async with synced(staged=staged, delta=delta, **options) as (trainer, engines, synchronizer):
         await synchronizer.update_weights()
         before = await held_here() if store == "objects" else 0
         for at in range(200):
-            change(trainer)
+            nudge(trainer, at)
             cancelling = CancelAt(synchronizer._update(), at, "waiting" if at % 2 else "handed over")
             task = asyncio.ensure_future(_awaited(cancelling))
             done, _ = await asyncio.wait([task], timeout=60)
