@@ -665,9 +665,9 @@ def in_a_message(path: Path) -> None:
 
 
 HARMS: dict[Callable[[Path], None], str] = {
-    truncate: r"what differs has \d+ bytes, and speaks of",
-    longer: r"what differs has \d+ bytes, and speaks of",
-    half: "what differs ends before bucket|and speaks of",
+    truncate: r"\.changes-0: it has \d+ bytes, and speaks of",
+    longer: r"\.changes-0: it has \d+ bytes, and speaks of",
+    half: "it ends before bucket|and speaks of",
     other_changes: "of another update",
     another_base: "of another update, or against another",
     a_large_envelope: "an envelope speaks of 4611686018427387904 bytes",

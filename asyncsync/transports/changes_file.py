@@ -53,12 +53,12 @@ def read_parcels(fd: int, head: bytes, plan: Plan, number: int) -> Iterator[Parc
         OSError: It cannot be read.
     """
     if os.pread(fd, len(head), 0) != head:
-        raise TransferError("what differs is of another update, or against another")
+        raise TransferError("it is of another update, or against another")
     at = 0
     for bucket in plan.buckets:
         envelope = os.pread(fd, ENVELOPE, len(head) + at)
         if len(envelope) < ENVELOPE:
-            raise TransferError(f"what differs ends before bucket {bucket.index} of {len(plan.buckets)}")
+            raise TransferError(f"it ends before bucket {bucket.index} of {len(plan.buckets)}")
         content, nbytes = read_envelope(torch.frombuffer(bytearray(envelope), dtype=torch.uint8), bucket.nbytes)
         yield envelope
         at += ENVELOPE
@@ -68,4 +68,4 @@ def read_parcels(fd: int, head: bytes, plan: Plan, number: int) -> Iterator[Parc
             yield Run(number, at, ((0, nbytes),))
             at += nbytes
     if (size := os.fstat(fd).st_size) != len(head) + at:
-        raise TransferError(f"what differs has {size} bytes, and speaks of {len(head) + at}")
+        raise TransferError(f"it has {size} bytes, and speaks of {len(head) + at}")

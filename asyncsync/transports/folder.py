@@ -369,9 +369,13 @@ class FolderEngineLink(FetchingLink):
                 if found != (header, len(header) + file.nbytes):
                     raise TransferError(f"{self._path / file.name} holds something else than what was written there")
         if self._against is not None:
+            name = changes_name(self._source)
             head = changes_head(self.plan, self._against, self._metadata)
-            with self._opening(changes_name(self._source), head) as fd:
-                self._parcels = list(read_parcels(fd, head, self.plan, len(layout.files)))
+            with self._opening(name, head) as fd:
+                try:
+                    self._parcels = list(read_parcels(fd, head, self.plan, len(layout.files)))
+                except TransferError as error:
+                    raise TransferError(f"{self._path / name}: {error}") from error
 
     @contextmanager
     def _opening(self, name: str, head: bytes) -> Iterator[int]:
