@@ -128,10 +128,9 @@ class Attempt:
         order = self.orders.engines.get(member)
         if order is None or not self.sent:
             return None
-        return sum(
-            sum(receipt.sent.get(name, 0) for name in order.connections) if receipt.sent else receipt.nbytes
-            for receipt in self.sent
-        )
+        if member not in self.orders.deltas:
+            return sum(receipt.nbytes for receipt in self.sent)
+        return sum(receipt.sent.get(name, 0) for receipt in self.sent for name in order.connections)
 
     def lose(self, member: Member, error: Exception) -> None:
         """Note that an engine does not answer any more."""

@@ -22,7 +22,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias, cast, get_args
 
@@ -106,6 +106,11 @@ class Cohort:
             return {}
         ranks = [member for member, (_, ranks) in self.engines.items() for _ in range(ranks)]
         return {(name, rank): member for name in self.connections for rank, member in enumerate(ranks, start=1)}
+
+    @property
+    def alike(self) -> Sequence[Collection[Member]]:
+        """Its engines, those together that all get what differs or all get whole buckets."""
+        return [(member,) for member in self.engines] if self.transport == "folder" else [self.engines.keys()]
 
     def stands(
         self,
@@ -284,7 +289,8 @@ class Connection:
             for member, each in self._wanted.items()
         }
         checksums = {key: parts for parts, key in wanted.items()}
-        against, comparing = self._deltas(engines)
+        against, deltas = self._deltas(engines)
+        comparing = [cohort for cohort in self._cohorts if not deltas.isdisjoint(cohort.engines)]
         sources = tuple(
             replace(
                 order,
@@ -299,42 +305,38 @@ class Connection:
             if plan is not None
         )
         received = {
-            member: taken
+            member: replace(order, connections=cohort.connections, against=against if member in deltas else None)
             for cohort in self._cohorts
-            for taken in [
-                replace(order, connections=cohort.connections, against=against if cohort in comparing else None)
-            ]
             for member in cohort.engines
         }
         seats = {seat: member for cohort in self._cohorts for seat, member in cohort.seats.items()}
         transports = {member: cohort.transport for cohort in self._cohorts for member in cohort.engines}
-        deltas = frozenset(member for cohort in comparing for member in cohort.engines)
         publishes = any(cohort.transport == "folder" for cohort in self._cohorts)
         return Orders(order, sources, received, checks, transports, seats, publishes, deltas), engines
 
-    def _deltas(self, engines: Mapping[Member, EngineStatus]) -> tuple[int | None, Sequence[Cohort]]:
-        """The update that the next is to be compared with, if any, and the cohorts that get only what differs.
+    def _deltas(self, engines: Mapping[Member, EngineStatus]) -> tuple[int | None, frozenset[Member]]:
+        """The update that the next is to be compared with, if any, and the engines that get only what differs.
 
         A cohort does if each of its engines holds the bytes of an update that all sources can compare with. All others
-        get whole buckets, beside them: one that has joined, was repaired, or has agreed on the layout only now.
+        get whole buckets, beside them: one that has joined, was repaired, or has agreed on the layout only now. In a
+        folder there is both, and each engine reads what it needs.
         """
         known = set.intersection(*map(set, self._bases)) if self._options.delta and self._bases else set()
         if any(
             cohort.transport == "pynccl" or (cohort.transport == "broadcast" and cohort.backend == "nccl")
             for cohort in self._cohorts
         ):
-            return None, ()  # what moves from device to device never lies on the host
-        held: list[set[int | None]] = [
-            {None if member.differs else engines[member].base_epoch for member in cohort.engines}
-            if cohort.transport != "folder"
-            else {None}  # what is published there is whole
+            return None, frozenset()  # what moves from device to device never lies on the host
+        held = [
+            (alike, {None if member.differs else engines[member].base_epoch for member in alike})
             for cohort in self._cohorts
+            for alike in cohort.alike
         ]
-        common = [epoch for epochs in held if len(epochs) == 1 for epoch in epochs]
+        common = [epoch for _, epochs in held if len(epochs) == 1 for epoch in epochs]
         against = max((epoch for epoch in common if epoch is not None and epoch in known), default=None)
         if against is None:
-            return None, ()
-        return against, [cohort for cohort, epochs in zip(self._cohorts, held, strict=True) if epochs == {against}]
+            return None, frozenset()
+        return against, frozenset(member for alike, epochs in held if epochs == {against} for member in alike)
 
     def next_epoch(self, engines: Iterable[EngineStatus]) -> int:
         """An epoch newer than any that these engines have seen."""

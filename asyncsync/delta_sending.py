@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -38,11 +38,21 @@ class Route:
         link: The link.
         delta: Whether what differs goes over it, each bucket in an envelope; else buckets go whole.
         memory: In memory that is shared: that, in which each bucket has its place, and behind them its envelope.
+        beside: In a folder, where buckets go whole by a route of their own: stores a part of what differs beside them.
     """
 
     link: Link
     delta: bool
     memory: Tensor | None = None
+    beside: Callable[[Tensor], Any] | None = None
+
+    def outbox(self, plan: Plan) -> Outbox | None:
+        """What puts an update's buckets in envelopes; None if they go whole."""
+        if not self.delta:
+            return None
+        if self.beside is not None:
+            return Outbox(self.beside, whole=False)
+        return Outbox(self.link.start_send, None if self.memory is None else self.memory[plan.arena_nbytes :])
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +62,8 @@ class SentChanges:
     Attributes:
         digests: Of all tensors.
         differing: How many elements differ; None if they were not compared.
-        nbytes: Bytes that went over each link, padding and envelopes not counted, by the connection.
+        nbytes: Bytes that each link brings to those who know the old ones, padding and envelopes not counted, by the
+            connection.
     """
 
     digests: Digests
@@ -94,10 +105,10 @@ class DeltaSender:
             TransferError: A bucket did not arrive, or it was stopped.
         """
         digests = StreamingDigests(len(plan.specs))
-        outboxes = [Outbox(route.link, _envelopes(route, plan)) if route.delta else None for route in routes]
+        outboxes = [route.outbox(plan) for route in routes]
         on_the_way: deque[_Sent] = deque()
         differing = 0
-        nbytes = dict.fromkeys((route.link.connection for route in routes), 0)
+        nbytes = {route.link.connection: 0 for route in routes if route.delta}
 
         def wait_for_oldest() -> None:
             sent = on_the_way.popleft()
@@ -125,8 +136,9 @@ class DeltaSender:
             handles: list[tuple[Link, Any]] = []
             for route, outbox in zip(routes, outboxes, strict=True):
                 sent = body if route.delta else place
-                padding = base.grain(bucket).padding if sent is place else 0
-                nbytes[route.link.connection] += sent.numel() - padding
+                if route.delta:
+                    padding = base.grain(bucket).padding if sent is place else 0
+                    nbytes[route.link.connection] += sent.numel() - padding
                 if route.memory is not None:
                     lies = route.memory[bucket.start : bucket.start + sent.numel()]
                     sent = lies.copy_(sent)
@@ -168,10 +180,6 @@ class DeltaSender:
                 flat.zero_()
             filler.fill(bucket, flat, stop)
         yield 0, flat
-
-
-def _envelopes(route: Route, plan: Plan) -> Tensor | None:
-    return None if route.memory is None else route.memory[plan.arena_nbytes :]
 
 
 def _content(changes: Changes | None, place: Tensor) -> tuple[Content, Tensor]:

@@ -327,7 +327,8 @@ class UpdateOrder:
             once they are whole. If not, one that sleeps refuses the order.
         against: To an engine: the update that deltas are taken against; None: buckets come whole. To a source: the one
             to compare with; None: none.
-        deltas: To a source: those of the groups that what differs goes through, and not whole buckets.
+        deltas: To a source: those of the groups that what differs goes through, and not whole buckets; in a folder it
+            lies beside them.
     """
 
     epoch: int
@@ -360,7 +361,7 @@ class SendReceipt:
         nbytes_changed: Bytes of those that differ.
         checksums: Those that the order named, by key.
         stored: What it has put where engines fetch it, by the store's connection.
-        sent: Bytes that were sent through each group; empty if every one got all.
+        sent: Bytes that engines which get what differs have got through each group; empty if there are none.
         elements: How many elements the tensors have; 0 if nothing was kept to compare the next update with.
         elements_changed: How many of them differ from the update that they were compared with; None if with none.
     """

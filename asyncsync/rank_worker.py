@@ -463,12 +463,7 @@ class RankWorker:
     def _compares(self, links: Sequence[Link]) -> bool:
         """Whether what is sent is kept on the host, to be compared with the next."""
         wanted = self._options is not None and self._options.delta
-        return wanted and self._may_differ(links) and all(link.device == "cpu" for link in links)
-
-    @staticmethod
-    def _may_differ(links: Sequence[Link]) -> bool:
-        """Whether some engine may ever get only what differs: none that reads a folder does."""
-        return not links or not all(isinstance(link, FolderSourceLink) for link in links)  # who brings shards has none
+        return wanted and all(link.device == "cpu" for link in links)
 
     def _links(self, order: UpdateOrder) -> _Links:
         """The groups that an order goes through at this rank; only the source's order names groups of engines."""
@@ -623,7 +618,11 @@ class RankWorker:
         base.begin(plan, order.against)
         shared = self._lay_out(order.epoch, plan, deltas, None, stop)
         routes = [Route(link, False, arena if isinstance(link, SharedSourceLink) else None) for link in whole]
-        routes += [Route(link, True, shared if isinstance(link, SharedSourceLink) else None) for link in deltas]
+        for link in deltas:
+            if isinstance(link, FolderSourceLink):
+                routes += [Route(link, False), Route(link, True, beside=link.start_send_changes)]
+            else:
+                routes.append(Route(link, True, shared if isinstance(link, SharedSourceLink) else None))
         sent = self._delta_sender.send(plan, filler, base, routes, stop, witness)
         base.end(order.epoch)
         return sent

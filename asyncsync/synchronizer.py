@@ -130,9 +130,9 @@ class WeightSynchronizer:
             (:func:`asyncsync.read_weights`). The last two are kept.
         delta: Whether to send only what differs, bit by bit, from the last update, to engines that hold that one; they
             confirm the digest of the whole all the same. Who does not hold it, or holds another layout, gets the whole,
-            and so does everyone of a bucket of which too much differs. The source keeps a set of the weights in host
-            memory for this. It pays where bytes have far to go, and few elements change: as small learning rates change
-            bfloat16 weights.
+            and so does everyone of a bucket of which too much differs. In ``folder`` versions are whole; engines read
+            what differs beside them. The source keeps a set of the weights in host memory for this. It pays where bytes
+            have far to go, and few elements change: as small learning rates change bfloat16 weights.
         timeout: Seconds for a whole update; phases have shares of it.
         offload: For a trainer in this process: False if it never offloads its memory (see
             :func:`asyncsync.memory_saver_guard`).

@@ -2,7 +2,8 @@
 
 ``python -m benchmarks.delta`` takes real AdamW steps on SmolLM2-135M (float32 masters, betas 0.9 and 0.95; bfloat16
 weights are sent, 269 MB) at several learning rates, in this process. After each step it brings the weights to two
-staged engines (Ray actors) with ``delta=True``, and to two others whole, in turns. The figures are those of the calls
+staged engines (Ray actors) with ``delta=True``, and to two others whole, in turns. A folder is a temporary one, and the
+whole is written to it either way; of what is there, engines read only what differs. The figures are those of the calls
 to ``update_weights()``, after some that were not measured. After each of them the engines must hold the trainer's
 bytes. torch runs on one thread in every process.
 
@@ -18,6 +19,7 @@ import gc
 import os
 import platform
 import statistics
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -43,7 +45,7 @@ from benchmarks.running import on_a_private_cluster, write_rows
 
 MODEL = "SmolLM2-135M-Instruct.Q4_1.gguf"
 ENGINES = 2
-TRANSPORTS: Sequence[TransportChoice] = ("broadcast", "shared")
+TRANSPORTS: Sequence[TransportChoice] = ("broadcast", "shared", "folder")
 RATES = (1e-6, 3e-6, 1e-5)
 STEPS, QUICK_STEPS = 50, 5
 UNMEASURED = 2  # updates: a staged engine allocates an arena in each
@@ -160,8 +162,14 @@ class Way:
     def __init__(self, training: Training, transport: TransportChoice, *, delta: bool) -> None:
         self._training = training
         self.engines = [RemoteEngine.remote(training.layout) for _ in range(ENGINES)]
+        self._folder = tempfile.TemporaryDirectory() if transport == "folder" else None
         self.synchronizer = asyncsync.WeightSynchronizer(
-            training.weights, self.engines, transport=transport, delta=delta, offload=False
+            training.weights,
+            self.engines,
+            transport=transport,
+            folder=self._folder.name if self._folder is not None else None,
+            delta=delta,
+            offload=False,
         )
 
     async def update(self) -> tuple[asyncsync.WeightUpdate, float]:
@@ -181,9 +189,11 @@ class Way:
         return update, seconds
 
     async def aclose(self) -> None:
-        """End the engines."""
+        """End the engines, and take away what was written."""
         await self.synchronizer.aclose()
         await asyncio.gather(*(cluster.kill_actor(engine) for engine in self.engines))
+        if self._folder is not None:
+            await asyncio.to_thread(self._folder.cleanup)
 
 
 async def measure(

@@ -24,7 +24,7 @@ from asyncsync.buckets import Bucket
 from asyncsync.deltas import Renewal
 from asyncsync.engines.loading import InPlaceLoader, StagedLoader
 from asyncsync.errors import EngineError, TransferError
-from asyncsync.messages import EngineStatus
+from asyncsync.messages import STORES, EngineStatus
 from asyncsync.packing import raw
 from asyncsync.rank_worker import RankWorker
 from asyncsync.transports import envelopes
@@ -39,7 +39,17 @@ from tests.test_vllm_adapter import serves
 pytestmark = pytest.mark.asyncio
 
 BOTH = pytest.mark.parametrize("staged", [True, False], ids=["staged", "in place"])
-WAYS = pytest.mark.parametrize("transport", ["broadcast", pytest.param("shared", marks=pytest.mark.exhaustive)])
+WAYS = pytest.mark.parametrize(
+    "transport", ["broadcast", "folder", pytest.param("shared", marks=pytest.mark.exhaustive)]
+)
+
+AUTO_OR_FOLDER = pytest.mark.parametrize("transport", ["auto", "folder"])
+
+
+@pytest.fixture
+def way(transport: str, tmp_path: Path) -> dict[str, Any]:
+    """Of a synchronizer that goes over a transport."""
+    return {"transport": transport, "folder": tmp_path / "weights" if transport == "folder" else None}
 
 
 def nudge(module: nn.Module, step: int, *, only: Collection[str] | None = None) -> int:
@@ -81,8 +91,8 @@ def rank_of(synchronizer: WeightSynchronizer) -> RankWorker:
 
 @WAYS
 @BOTH
-async def test_every_kind_of_tensor_arrives_bit_for_bit(staged: bool, transport: Any) -> None:
-    async with synced(staged=staged, delta=True, transport=transport) as (trainer, engines, synchronizer):
+async def test_every_kind_of_tensor_arrives_bit_for_bit(staged: bool, way: dict[str, Any]) -> None:
+    async with synced(staged=staged, delta=True, **way) as (trainer, engines, synchronizer):
         first = await synchronizer.update_weights()
         assert were_deltas(first) == [False, False]
         assert first.density is None
@@ -106,7 +116,7 @@ async def test_every_kind_of_tensor_arrives_bit_for_bit(staged: bool, transport:
 @BOTH
 @pytest.mark.parametrize("bucket_size", [64, 2**20])
 async def test_large_tensors_are_split_and_compared_where_they_lie(
-    staged: bool, transport: Any, bucket_size: int
+    staged: bool, way: dict[str, Any], bucket_size: int
 ) -> None:
     trainer = nn.ModuleDict({"large": nn.Linear(300, 300), "small": nn.Linear(3, 3), "turned": nn.Linear(300, 200)})
     turned = trainer["turned"]
@@ -116,7 +126,7 @@ async def test_large_tensors_are_split_and_compared_where_they_lie(
         nn.ModuleDict, {"large": nn.Linear(300, 300), "small": nn.Linear(3, 3), "turned": nn.Linear(300, 200)}
     )
     engine = ToldEngine(make(), staged=staged)
-    options: dict[str, Any] = {"delta": True, "transport": transport, "bucket_size": max(bucket_size, 4096)}
+    options: dict[str, Any] = {"delta": True, **way, "bucket_size": max(bucket_size, 4096)}
     async with WeightSynchronizer(trainer, [engine], timeout=60, **options) as synchronizer:
         await synchronizer.update_weights()
         for step in range(4):
@@ -129,10 +139,10 @@ async def test_large_tensors_are_split_and_compared_where_they_lie(
 
 @WAYS
 @BOTH
-async def test_a_bucket_of_which_too_much_differs_comes_whole_beside_deltas(staged: bool, transport: Any) -> None:
+async def test_a_bucket_of_which_too_much_differs_comes_whole_beside_deltas(staged: bool, way: dict[str, Any]) -> None:
     trainer = Flat(8, (300,), fill=1.0)
     engine = ToldEngine(Flat(8, (300,)), staged=staged)
-    options: dict[str, Any] = {"delta": True, "transport": transport, "bucket_size": 1200}
+    options: dict[str, Any] = {"delta": True, **way, "bucket_size": 1200}
     async with WeightSynchronizer(trainer, [engine], timeout=60, **options) as synchronizer:
         await synchronizer.update_weights()
         for step in range(4):
@@ -152,6 +162,19 @@ async def test_a_bucket_of_which_too_much_differs_comes_whole_beside_deltas(stag
         assert holds(engine, trainer)
 
 
+@WAYS
+async def test_what_lies_between_tensors_of_a_bucket_that_comes_whole_is_not_counted(way: dict[str, Any]) -> None:
+    trainer, engine = Flat(4, (299,)), ToldEngine(Flat(4, (299,)))
+    async with WeightSynchronizer(trainer, [engine], delta=True, bucket_size=2500, **way) as synchronizer:
+        await synchronizer.update_weights()
+        with torch.no_grad():
+            for weight in trainer.weights:
+                weight.add_(1)
+        update = await synchronizer.update_weights()
+        assert (were_deltas(update), update.outcomes[0].bytes, update.bytes) == ([True], 4 * 1196, 4 * 1196)
+        assert holds(engine, trainer)
+
+
 async def test_weights_that_are_converted_on_purpose_differ_as_what_is_sent() -> None:
     trainer, engine = nn.Linear(64, 64), ToldEngine(nn.Linear(64, 64).to(torch.bfloat16))
     options: dict[str, Any] = {"delta": True, "dtype": torch.bfloat16}
@@ -166,9 +189,10 @@ async def test_weights_that_are_converted_on_purpose_differ_as_what_is_sent() ->
         assert contents(engine.module) == contents(copy.deepcopy(trainer).to(torch.bfloat16))
 
 
-async def test_an_engine_that_loads_by_itself_takes_deltas_into_its_store() -> None:
+@AUTO_OR_FOLDER
+async def test_an_engine_that_loads_by_itself_takes_deltas_into_its_store(way: dict[str, Any]) -> None:
     llm, model = FakeLLM(ranks=2), Chain(1)
-    async with WeightSynchronizer(model, [asyncsync.VLLMEngine(llm)], delta=True) as synchronizer:
+    async with WeightSynchronizer(model, [asyncsync.VLLMEngine(llm)], delta=True, **way) as synchronizer:
         await synchronizer.update_weights()
         for step in range(3):
             nudge_in_place(next(model.parameters()))
@@ -204,8 +228,8 @@ async def test_without_delta_nothing_is_kept_and_nothing_compared() -> None:
 
 
 @WAYS
-async def test_a_joiner_gets_the_whole_beside_those_who_get_deltas(transport: Any) -> None:
-    async with synced(delta=True, transport=transport) as (trainer, engines, synchronizer):
+async def test_a_joiner_gets_the_whole_beside_those_who_get_deltas(way: dict[str, Any]) -> None:
+    async with synced(delta=True, **way) as (trainer, engines, synchronizer):
         await synchronizer.update_weights()
         joiner = ToldEngine(zoo(60))
         nudge(trainer, 0)
@@ -266,22 +290,24 @@ async def test_another_conductors_update_in_between_is_noticed_before_the_first_
 
 
 @pytest.mark.ray
-@pytest.mark.parametrize("way", ["objects", "folder"])
-async def test_engines_that_fetch_objects_get_deltas_and_those_that_read_a_folder_get_the_whole(
-    ray_cluster: None, way: str, tmp_path: Path
+@pytest.mark.parametrize("store", STORES)
+async def test_engines_that_fetch_get_deltas_beside_those_of_a_broadcast(
+    ray_cluster: None, store: str, tmp_path: Path
 ) -> None:
     trainer, near, far = Zoo(1), ToldEngine(zoo(50)), ToldEngine(zoo(51))
 
     def transport(engine: Any) -> Any:
-        return way if engine is far else "broadcast"
+        return store if engine is far else "broadcast"
 
     options: dict[str, Any] = {"delta": True, "bucket_size": 1024, "timeout": 60.0, "transport": transport}
     async with WeightSynchronizer(trainer, [near, far], folder=tmp_path, **options) as synchronizer:
         for step in range(4):
             nudge(trainer, step)
             update = await synchronizer.update_weights()
-            assert were_deltas(update) == [step > 0, step > 0 and way == "objects"]
+            assert were_deltas(update) == [step > 0] * 2
+            assert (step > 0) == all((outcome.bytes or 0) < update.bytes for outcome in update.outcomes)
             assert [holds(engine, trainer) for engine in (near, far)] == [True, True]
+            assert asyncsync.read_weights(tmp_path).digest == update.digest
 
 
 async def test_what_is_compared_with_may_be_dropped_in_the_last_moment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -320,8 +346,8 @@ async def test_deltas_alone_come_through_objects(ray_cluster: None, staged: bool
 
 
 @WAYS
-async def test_what_was_snapshotted_is_compared_while_the_trainer_goes_on(transport: Any) -> None:
-    async with synced(delta=True, transport=transport) as (trainer, engines, synchronizer):
+async def test_what_was_snapshotted_is_compared_while_the_trainer_goes_on(way: dict[str, Any]) -> None:
+    async with synced(delta=True, **way) as (trainer, engines, synchronizer):
         for step in range(4):
             nudge(trainer, step)
             expected = contents(trainer)
@@ -421,11 +447,11 @@ async def test_a_layout_that_changes_is_sent_whole_and_then_in_deltas() -> None:
 
 @WAYS
 @BOTH
-async def test_several_sources_each_compare_their_own(staged: bool, transport: Any) -> None:
+async def test_several_sources_each_compare_their_own(staged: bool, way: dict[str, Any]) -> None:
     model = nn.ModuleDict({"s0": Zoo(1), "s1": nn.Linear(4, 5), "s2": nn.Linear(5, 5)})
     ranks = [[asyncsync.TrainerRank(nn.ModuleDict({name: stage}))] for name, stage in model.items()]
     engine = ToldEngine(nn.ModuleDict({"s0": zoo(50), "s1": nn.Linear(4, 5), "s2": nn.Linear(5, 5)}), staged=staged)
-    options: dict[str, Any] = {"delta": True, "transport": transport, "bucket_size": 256, "timeout": 60.0}
+    options: dict[str, Any] = {"delta": True, **way, "bucket_size": 256, "timeout": 60.0}
     async with WeightSynchronizer(ranks, [engine], **options) as synchronizer:
         for step in range(4):
             changed = nudge(model, step)
@@ -463,8 +489,8 @@ async def test_weights_that_must_be_gathered_are_compared_as_they_come() -> None
 
 
 @WAYS
-async def test_a_staged_engine_brings_its_free_arena_up_to_date_by_what_has_changed(transport: Any) -> None:
-    async with synced(delta=True, count=1, transport=transport) as (trainer, (engine,), synchronizer):
+async def test_a_staged_engine_brings_its_free_arena_up_to_date_by_what_has_changed(way: dict[str, Any]) -> None:
+    async with synced(delta=True, count=1, **way) as (trainer, (engine,), synchronizer):
         for step in range(5):
             nudge(trainer, step)
             update = await synchronizer.update_weights()
@@ -499,9 +525,10 @@ async def test_an_update_that_nobody_took_into_service_is_followed_by_a_delta() 
             assert [holds(engine, trainer) for engine in (one, other)] == [True, True]
 
 
+@AUTO_OR_FOLDER
 @BOTH
-async def test_an_update_that_is_cancelled_changes_nothing_of_the_next(staged: bool) -> None:
-    async with synced(delta=True, staged=staged) as (trainer, engines, synchronizer):
+async def test_an_update_that_is_cancelled_changes_nothing_of_the_next(staged: bool, way: dict[str, Any]) -> None:
+    async with synced(delta=True, staged=staged, **way) as (trainer, engines, synchronizer):
         await synchronizer.update_weights()
         for step in range(2):
             nudge(trainer, step)
@@ -552,8 +579,8 @@ async def test_weights_that_somebody_changed_behind_its_back_are_found_and_repla
 
 
 @WAYS
-async def test_a_wrong_byte_on_the_way_is_found(transport: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with synced(delta=True, transport=transport) as (trainer, engines, synchronizer):
+async def test_a_wrong_byte_on_the_way_is_found(way: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    async with synced(delta=True, **way) as (trainer, engines, synchronizer):
         await synchronizer.update_weights()
         held = contents(engines[0].module)
         take = StagedLoader.take_changes
@@ -597,12 +624,13 @@ async def test_what_nobody_understands_is_an_error_and_the_next_update_repairs(
         assert holds(engine, trainer)
 
 
+@AUTO_OR_FOLDER
 @BOTH
 async def test_an_engine_that_fails_in_the_middle_is_repaired_and_the_other_gets_the_update(
-    staged: bool, monkeypatch: pytest.MonkeyPatch
+    staged: bool, way: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kind = StagedLoader if staged else InPlaceLoader
-    async with synced(delta=True, staged=staged) as (trainer, engines, synchronizer):
+    async with synced(delta=True, staged=staged, **way) as (trainer, engines, synchronizer):
         await synchronizer.update_weights()
         take = kind.take_changes
 
@@ -685,10 +713,10 @@ async def actors(*wanted: Any) -> AsyncIterator[list[Any]]:
 @pytest.mark.exhaustive
 @WAYS
 async def test_an_engine_killed_in_a_delta_is_repaired_whole_while_the_other_gets_it(
-    ray_cluster: None, transport: Any
+    ray_cluster: None, way: dict[str, Any]
 ) -> None:
     made = [Trainer.remote(WEIGHTS), *(MortalEngine.remote(WEIGHTS) for _ in range(2))]
-    options: dict[str, Any] = {"delta": True, "transport": transport, "bucket_size": 2**16, "timeout": 60.0}
+    options: dict[str, Any] = {"delta": True, **way, "bucket_size": 2**16, "timeout": 60.0}
     async with actors(*made) as (trainer, *engines), WeightSynchronizer(trainer, engines, **options) as synchronizer:
         await synchronizer.update_weights()
         for deltas in ([True, True],) * 2:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 import threading
 from collections.abc import Sequence
@@ -19,6 +20,9 @@ from asyncsync.deltas import Changes, Grain, Renewal, Run, apply, grain_of, read
 from asyncsync.errors import TransferError
 from asyncsync.packing import arena_views, pack
 from asyncsync.sending import OwnTensors
+from asyncsync.transports.changes_file import changes_head, read_parcels
+from asyncsync.transports.envelopes import Content
+from asyncsync.weight_files import Run as FileRun
 from tests.sample import DTYPES, content, random_bytes, random_tensor
 
 SHAPES = ((), (1,), (3,), (7, 5), (64,), (2, 0), (40, 33))
@@ -175,6 +179,38 @@ def test_a_corrupt_message_is_an_error_or_stays_inside(data: st.DataObject) -> N
         assert torch.equal(memory[SOUND.nbytes : 2 * SOUND.nbytes], base), "nothing was written"
     assert (memory[: SOUND.nbytes] == 7).all()
     assert (memory[2 * SOUND.nbytes :] == 7).all()
+
+
+@settings(deadline=None)
+@given(
+    contents=st.lists(st.sampled_from([(Content.NOTHING, 0), (Content.DELTA, 40), (Content.WHOLE, 64)]), min_size=3),
+    data=st.data(),
+)
+def test_a_corrupt_file_of_changes_is_an_error_or_leads_to_its_end(
+    contents: list[tuple[Content, int]], data: st.DataObject
+) -> None:
+    plan = plan_buckets([TensorSpec("w", torch.uint8, (64 * len(contents),))], 64)
+    head, body = changes_head(plan, 7, {}), bytearray()
+    for kind, nbytes in contents:
+        body += struct.pack("<QQ", kind, nbytes) + bytes(nbytes if kind is Content.DELTA else 0)
+    sound = bytes(body)
+    for _ in range(data.draw(st.integers(0, 3))):
+        body[data.draw(st.integers(0, len(body) - 1))] = data.draw(st.integers(0, 255))
+    if data.draw(st.booleans()):
+        del body[data.draw(st.integers(0, len(body))) :]
+    fd = os.memfd_create("changes")
+    os.write(fd, head + body)
+    try:
+        parcels = list(read_parcels(fd, head, plan, 1))
+    except TransferError:
+        assert body != sound
+    else:
+        messages = [parcel for parcel in parcels if isinstance(parcel, FileRun)]
+        assert sum(parcel in plan.buckets for parcel in parcels) + len(messages) <= len(plan.buckets)
+        assert 16 * len(plan.buckets) + sum(stop for run in messages for _, stop in run.spans) == len(body)
+        assert all(16 <= run.start < len(body) and 0 < run.spans[0][1] < 64 for run in messages)
+    finally:
+        os.close(fd)
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,7 @@ def used() -> tuple[int, int, int]:
         {"transport": "shared", "delta": True},
         {"transport": "broadcast", "delta": True},
         {"transport": "folder"},
+        {"transport": "folder", "delta": True},
     ],
     ids=lambda options: "-".join(map(str, options.values())),
 )

@@ -20,6 +20,7 @@ import torch
 from rich.console import Console
 
 from asyncsync import ModuleEngine, TrainerRank, WeightSynchronizer, cluster
+from asyncsync.connection import TransportChoice
 from asyncsync.demo.actors import running
 from asyncsync.demo.language_model import ModelFiles, build_model, find_model, load_model
 from benchmarks import delta
@@ -98,17 +99,18 @@ async def test_every_tensor_arrives_bit_for_bit(ray_cluster: None, smollm2: Path
 
 
 @pytest.mark.ray
+@pytest.mark.parametrize("transport", ["broadcast", "folder"])
 @pytest.mark.asyncio
 async def test_a_steps_changes_are_few_and_arrive_bit_for_bit(
-    ray_cluster: None, smollm2: Path, capsys: pytest.CaptureFixture[str]
+    ray_cluster: None, smollm2: Path, transport: TransportChoice, capsys: pytest.CaptureFixture[str]
 ) -> None:
     training = await asyncio.to_thread(delta.Training, smollm2)
-    rows = await delta.measure(training, "broadcast", (1e-6,), 3, Console(stderr=True))
-    assert [(row.lr, row.step, row.transport) for row in rows] == [(1e-6, step, "broadcast") for step in (1, 2, 3)]
+    rows = await delta.measure(training, transport, (1e-6,), 3, Console(stderr=True))
+    assert [(row.lr, row.step, row.transport) for row in rows] == [(1e-6, step, transport) for step in (1, 2, 3)]
     for row in map(asdict, rows):
         assert list(row) == ["lr", "step", "density", "bytes_ratio", "transport", "delta_s", "full_s"]
         assert 0 < row["density"] < row["bytes_ratio"] < 0.03
         assert row["delta_s"] > 0
         assert row["full_s"] > 0
     delta.show(rows)
-    assert "broadcast" in capsys.readouterr().out
+    assert transport in capsys.readouterr().out

@@ -84,13 +84,16 @@ async def test_engines_get_every_kind_of_tensor_as_it_was_when_the_update_was_st
 
 
 @BOTH
-async def test_what_is_fetched_from_a_folder_is_the_copy(staged: bool, tmp_path: Path) -> None:
-    async with synced(staged=staged, transport="folder", folder=tmp_path) as (trainer, engines, synchronizer):
-        for _ in range(3):
+@pytest.mark.parametrize("delta", [False, True], ids=["whole", "deltas"])
+async def test_what_is_fetched_from_a_folder_is_the_copy(staged: bool, delta: bool, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"transport": "folder", "folder": tmp_path, "delta": delta}
+    async with synced(staged=staged, **options) as (trainer, engines, synchronizer):
+        for version in range(1, 4):
             was = contents(trainer)
             update = await synchronizer.start_update()
             change(trainer)
-            await update
+            done = await update
+            assert {outcome.delta for outcome in done.outcomes} == {delta and version > 1}
             assert [contents(engine.module) == was for engine in engines] == [True, True]
 
 

@@ -25,25 +25,28 @@ import pytest
 import ray
 import torch
 from safetensors.torch import load_file
-from torch import nn
+from torch import Tensor, nn
 
 import asyncsync
 from asyncsync import ConnectError, EngineState, PlanError, TrainerError, TransferError, WeightSynchronizer, cluster
-from asyncsync.buckets import plan_buckets
+from asyncsync.buckets import Plan, plan_buckets
+from asyncsync.deltas import Renewal, apply, grain_of
 from asyncsync.engines import EngineReceipt
 from asyncsync.errors import LinkLostError, OutOfStepError
 from asyncsync.messages import STORES, EngineStatus, Rendezvous, Store, Stored, UpdateOrder
 from asyncsync.sending import OwnTensors
 from asyncsync.transports import folder as folders
+from asyncsync.transports.envelopes import Content, Inbox, Outbox
 from asyncsync.transports.objects import ObjectsEngineLink
 from asyncsync.transports.stores import StoreJoining, fetching_links
-from asyncsync.weight_files import FileLayout, FileLayouts, Run, sliced
+from asyncsync.weight_files import FileLayout, FileLayouts, Run, read_run, sliced
 from asyncsync.weights import WeightSource
-from tests.actors import Engine, Trainer
+from tests.actors import Engine, Flat, Trainer
 from tests.cancelling import CancelAt
 from tests.engines import ToldEngine, change, failing, fills_are_noted, hanging, holds, synced, zoo
 from tests.faulty import BUCKET, FaultyEngine, FaultyTrainer, weights
 from tests.sample import Zoo, content, contents, fingerprint, random_bytes
+from tests.test_delta_updates import nudge, were_deltas
 
 BOTH = pytest.mark.parametrize("staged", [True, False], ids=["staged", "in place"])
 EACH = pytest.mark.parametrize("store", STORES)
@@ -398,9 +401,9 @@ async def test_only_what_nobody_writes_to_any_more_and_only_ours_is_taken_away(t
     assert len(published) == 1
 
 
-def written(folder: Path) -> Path:
-    """The one file of a version that is not published."""
-    (file,) = folder.glob(".asyncsync-*/*.safetensors")
+def written(folder: Path, part: int = 0) -> Path:
+    """The one file of a part of a version that is not published."""
+    (file,) = folder.glob(f".asyncsync-*/model-{f'{part}-' if part else ''}00001-of-*.safetensors")
     return file
 
 
@@ -411,6 +414,10 @@ def truncate(path: Path) -> None:
 def other_weights(path: Path) -> None:
     data = path.read_bytes()
     path.write_bytes(re.sub(rb'"version":"\d+"', b'"version":"7"', data))
+
+
+def other_changes(path: Path) -> None:
+    path.write_bytes(re.sub(rb'"epoch": "\w+"', b'"epoch": "7"', path.read_bytes()))
 
 
 def one_bit(path: Path) -> None:
@@ -545,6 +552,284 @@ async def test_engines_over_other_ways_and_a_folder_for_other_readers(tmp_path: 
             change(trainer)
 
 
+# -- what differs, in a folder ----------------------------------------------------------------------------------------
+
+
+def changes(folder: Path) -> list[Path]:
+    """The files of what differs from the last update, in a version that is not published."""
+    return sorted(folder.glob(".asyncsync-*/.changes-*"))
+
+
+@pytest.mark.asyncio
+async def test_what_differs_lies_beside_the_whole_until_it_is_published(tmp_path: Path) -> None:
+    flats = {name: Flat(4, (300,)) for name in ("a", "b")}
+    model = nn.ModuleDict(flats)
+    ranks = [asyncsync.TrainerRank(nn.ModuleDict({name: flat})) for name, flat in flats.items()]
+    engine = ToldEngine(nn.ModuleDict({"a": Flat(4, (300,)), "b": Flat(4, (300,))}))
+    options: dict[str, Any] = {"transport": "folder", "folder": tmp_path, "delta": True, "bucket_size": 1200}
+    seen: list[dict[str, int]] = []
+
+    async def look() -> None:
+        seen.append({path.name: path.stat().st_size for path in changes(tmp_path)})
+        assert {path.stat().st_mode for path in changes(tmp_path)} <= {written(tmp_path, 1).stat().st_mode}
+
+    async with WeightSynchronizer([[rank] for rank in ranks], [engine], **options) as synchronizer:
+        for step in range(3):
+            with torch.no_grad():
+                for name, flat in flats.items():
+                    flat.weights[step][7] += 1
+                    flat.weights[3].add_(step if name == "b" else 0)  # a bucket of which all differs, after the first
+            engine.before["receive_weights"] = look
+            update = await synchronizer.update_weights()
+            assert holds(engine, model)
+            published = asyncsync.read_weights(tmp_path)
+            assert published.digest == update.digest
+            assert {path.suffix for path in published.path.iterdir()} == {".json", ".safetensors"}
+        assert (update.outcomes[0].bytes or 0) - 1200 < 100
+    assert [sorted(names) for names in seen] == [[], *[[".changes-0", ".changes-1"]] * 2]
+    assert max(size for names in seen for size in names.values()) < 1200, "what is whole is there once"
+    for rank in ranks:
+        rank._asyncsync.close()
+
+
+@pytest.mark.asyncio
+async def test_for_other_readers_alone_no_file_tells_what_differs(tmp_path: Path) -> None:
+    async with synced(folder=tmp_path, transport="broadcast", delta=True) as (trainer, engines, synchronizer):
+        for version in range(1, 3):
+            seen: list[Path] = []
+
+            async def look(seen: list[Path] = seen) -> None:
+                assert written(tmp_path)
+                seen += changes(tmp_path)
+
+            engines[0].before["finish_weight_update"] = look
+            nudge(trainer, version)
+            update = await synchronizer.update_weights()
+            assert were_deltas(update) == [version > 1] * 2
+            assert not seen
+            assert asyncsync.read_weights(tmp_path).digest == update.digest
+
+
+@pytest.mark.asyncio
+async def test_each_engine_reads_from_the_folder_what_it_needs(tmp_path: Path) -> None:
+    async with synced(transport="folder", folder=tmp_path, delta=True, count=3) as (trainer, engines, synchronizer):
+        asyncsync.ModuleEngine.__init__(engines[1], zoo(60), staged=False)
+
+        def lose() -> None:
+            loader = engines[1]._asyncsync._loader
+            assert loader is not None
+            loader.base_epoch = None
+
+        def begin_anew() -> None:
+            asyncsync.ModuleEngine.__init__(engines[2], zoo(70))  # as in a new process
+
+        for happens, wanted in (
+            (None, [False, False, False]),
+            (None, [True, True, True]),
+            (lose, [True, False, True]),
+            (begin_anew, [True, True, False]),
+            (None, [True, True, True]),
+        ):
+            if happens is not None:
+                happens()
+            nudge(trainer, 1)
+            update = await synchronizer.update_weights()
+            assert were_deltas(update) == wanted
+            assert [outcome.bytes == update.bytes for outcome in update.outcomes] == [not delta for delta in wanted]
+            assert [holds(engine, trainer) for engine in engines] == [True] * 3
+
+
+def longer(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + bytes(16))
+
+
+def half(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def another_base(path: Path) -> None:
+    path.write_bytes(re.sub(rb'"against": "\w+"', b'"against": "7"', path.read_bytes()))
+
+
+def a_large_envelope(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    at = data.index(b"\n") + 1
+    data[at : at + 16] = (1).to_bytes(8, "little") + (2**62).to_bytes(8, "little")
+    path.write_bytes(data)
+
+
+def in_a_message(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-32] ^= 1  # a value, of the last bucket
+    path.write_bytes(data)
+
+
+HARMS: dict[Callable[[Path], None], str] = {
+    truncate: r"\.changes-0: it has \d+ bytes, and speaks of",
+    longer: r"\.changes-0: it has \d+ bytes, and speaks of",
+    half: "it ends before bucket|and speaks of",
+    other_changes: "of another update",
+    another_base: "of another update, or against another",
+    a_large_envelope: "an envelope speaks of 4611686018427387904 bytes",
+    gone: "cannot be read",
+    a_link: "cannot be read",
+    in_a_message: "digest",
+}
+
+
+@BOTH
+@pytest.mark.parametrize("harm", HARMS)
+@pytest.mark.asyncio
+async def test_changes_that_are_not_what_was_written_are_an_error_and_nothing_is_written(
+    tmp_path: Path, harm: Callable[[Path], None], staged: bool
+) -> None:
+    async with synced(staged=staged, transport="folder", folder=tmp_path, delta=True, on_engine_failure="abort") as (
+        trainer,
+        engines,
+        synchronizer,
+    ):
+        await synchronizer.update_weights()
+        held = contents(engines[0].module)
+        nudge(trainer, 0)
+        nudge(trainer, 0, only=[list(trainer.state_dict())[-1]])
+        files = len(os.listdir("/proc/self/fd"))
+
+        async def do() -> None:
+            (path,) = changes(tmp_path)
+            harm(path)
+
+        engines[0].before["receive_weights"] = do
+        with pytest.raises(TransferError, match=HARMS[harm]) as caught:
+            await synchronizer.update_weights()
+        del caught
+        assert len(os.listdir("/proc/self/fd")) <= files + 1, "the source's lock"
+        if staged or harm is not in_a_message:
+            assert contents(engines[0].module) == held
+        assert asyncsync.read_weights(tmp_path).version == 1
+        for _ in range(2):
+            await synchronizer.update_weights()
+            assert all(holds(engine, trainer) for engine in engines)
+            nudge(trainer, 1)
+
+
+def stored_changes(folder: Path) -> tuple[Plan, Stored, Tensor, Tensor]:
+    """Two buckets in a folder, of which the second differs in part: and what an engine holds, and is to hold."""
+    plan = plan_buckets(WeightSource({name: torch.zeros(1024, dtype=torch.uint8) for name in "ab"}).read().specs, 1024)
+    whole, old = random_bytes(1024, 1), random_bytes(1024, 2)
+    new = old.clone()
+    new[::5] ^= 1
+    renewal = Renewal(grain_of(plan, plan.buckets[1]), old.clone())
+    renewal.take(0, new)
+    changes = renewal.changes()
+    assert changes is not None
+    link = folders.FolderSourceLink("c", folder, 0)
+    link.order = UpdateOrder(
+        epoch=2, version=2, connections=("c",), plan_digest="", policy="drain", base_epoch=None, timeout=1, against=1,
+        deltas=("c",),
+    )  # fmt: skip
+    link.begin(plan, NEVER)
+    outbox = Outbox(link.start_send_changes, whole=False)
+    for flat in (whole, new):
+        link.start_send(flat)
+    outbox.start_send(0, Content.WHOLE, whole)
+    outbox.start_send(1, Content.DELTA, changes.write(torch.empty(changes.nbytes, dtype=torch.uint8)))
+    link.complete(NEVER)
+    assert len(plan.buckets) == 2
+    return plan, link.place(), torch.cat([torch.zeros(1024, dtype=torch.uint8), old]), torch.cat([whole, new])
+
+
+@pytest.mark.parametrize("end", ["", "stopped", "closed before", "cut off meanwhile"])
+def test_reading_what_differs_ends_between_two_slices_and_leaves_nothing_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    monkeypatch.setattr("asyncsync.weight_files._SLICE", 100)
+    plan, stored, held, wanted = stored_changes(tmp_path)
+    files, slices, stop = len(os.listdir("/proc/self/fd")), list[int](), threading.Event()
+
+    def read(fd: int, at: int, run: Run, view: memoryview) -> None:
+        slices.append(run.file)
+        if slices.count(1) == 2 and end == "stopped":
+            stop.set()
+        if slices.count(1) == 2 and end == "cut off meanwhile":
+            os.truncate(Path(stored.folder, ".changes-0"), 300)
+        read_run(fd, at, run, view)
+
+    monkeypatch.setattr(folders, "read_run", read)
+    link = folders.FolderEngineLink("c", plan, stored, 0, FileLayouts(), 1)
+    link.closed = end == "closed before"
+
+    def receive() -> None:
+        link.arena(2, plan.arena_nbytes, stop)
+        inbox = Inbox(link, 2, None, plan.arena_nbytes, stop)
+        for bucket in plan.buckets:
+            content, body = inbox.receive(
+                bucket.nbytes, bucket.start, lambda _, nbytes: torch.empty(nbytes, dtype=torch.uint8)
+            )
+            assert body is not None
+            part = held[bucket.start : bucket.stop]
+            if content is Content.WHOLE:
+                part.copy_(body)
+            else:
+                apply(body, grain_of(plan, bucket).runs, part)
+
+    if end:
+        with pytest.raises(TransferError, match="cannot be read" if end == "cut off meanwhile" else "stopped"):
+            receive()
+        assert slices.count(1) == (0 if end == "closed before" else 2)
+    else:
+        receive()
+        assert slices == [0] * 11 + [1] * 5
+        assert torch.equal(held, wanted)
+    link.close()
+    assert len(os.listdir("/proc/self/fd")) == files
+
+
+@pytest.mark.parametrize("harm", ["is cancelled", "finds a full disk"])
+@BOTH
+@pytest.mark.asyncio
+async def test_a_source_that_fails_as_it_stores_what_differs_leaves_nothing_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, staged: bool, harm: str
+) -> None:
+    async with synced(staged=staged, transport="folder", folder=tmp_path, delta=True) as (trainer, engines, one):
+        await one.update_weights()
+        held = contents(engines[0].module)
+        files = len(os.listdir("/proc/self/fd"))
+        loop, came, go_on = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
+        write, calls = folders._Writing.write_changes, list[int]()
+
+        def fail(writing: folders._Writing, part: memoryview) -> None:
+            calls.append(1)
+            if len(calls) == 3:
+                if harm == "finds a full disk":
+                    raise OSError(errno.ENOSPC, "No space left on device")
+                loop.call_soon_threadsafe(came.set)
+                go_on.wait(10)
+            write(writing, part)
+
+        monkeypatch.setattr(folders._Writing, "write_changes", fail)
+        nudge(trainer, 0)
+        update = asyncio.ensure_future(one.update_weights())
+        if harm == "is cancelled":
+            await came.wait()
+            update.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await update
+            go_on.set()
+        else:
+            with pytest.raises(TransferError, match=r"cannot be written to .*No space left"):
+                await update
+        monkeypatch.undo()
+        assert contents(engines[0].module) == held
+        assert asyncsync.read_weights(tmp_path).version == 1
+        for _ in range(2):
+            done = await one.update_weights()
+            assert all(holds(engine, trainer) for engine in engines)
+            nudge(trainer, 1)
+        assert were_deltas(done) == [True, True]
+        assert there(tmp_path) == ["v00000002", "v00000003"]
+        assert len(os.listdir("/proc/self/fd")) <= files
+
+
 def test_a_name_that_no_file_can_hold_is_refused_by_name(tmp_path: Path) -> None:
     async def update() -> None:
         trainer, engine = {"__metadata__": torch.ones(3)}, nn.Module()
@@ -660,17 +945,18 @@ async def test_the_object_store_is_empty_after_success_failure_and_cancellation(
 
 @EACH
 @BOTH
+@pytest.mark.parametrize("delta", [False, True], ids=["whole", "deltas"])
 @pytest.mark.exhaustive
 @pytest.mark.timeout(600)
 @pytest.mark.asyncio
 async def test_an_update_that_is_cancelled_at_any_moment_leaves_nothing(
-    options: dict[str, Any], store: Store, staged: bool
+    options: dict[str, Any], store: Store, staged: bool, delta: bool
 ) -> None:
-    async with synced(staged=staged, **options) as (trainer, engines, synchronizer):
+    async with synced(staged=staged, delta=delta, **options) as (trainer, engines, synchronizer):
         await synchronizer.update_weights()
         before = await held_here() if store == "objects" else 0
         for at in range(200):
-            change(trainer)
+            nudge(trainer, at)
             cancelling = CancelAt(synchronizer._update(), at, "waiting" if at % 2 else "handed over")
             task = asyncio.ensure_future(_awaited(cancelling))
             done, _ = await asyncio.wait([task], timeout=60)
@@ -729,13 +1015,14 @@ async def processes(count: int, **options: Any) -> AsyncIterator[tuple[Any, list
 @pytest.mark.asyncio
 async def test_between_processes_over_both_stores(ray_cluster: None, tmp_path: Path) -> None:
     trainer, engine = Trainer.remote(partial(Zoo, 1)), Engine.remote(partial(zoo, 2))
-    for store in STORES:
-        async with WeightSynchronizer(trainer, [engine], transport=store, folder=tmp_path) as synchronizer:
-            for _ in range(2):
+    for store, delta in zip((*STORES, "folder"), (False, False, True), strict=True):
+        options: dict[str, Any] = {"transport": store, "folder": tmp_path, "delta": delta}
+        async with WeightSynchronizer(trainer, [engine], **options) as synchronizer:
+            for number in range(2):
                 await trainer.change.remote()
                 update = await synchronizer.update_weights()
                 assert await engine.contents.remote() == await trainer.contents.remote()
-                assert update.outcomes[0].transport == store
+                assert (update.outcomes[0].transport, update.outcomes[0].delta) == (store, delta and number > 0)
                 assert asyncsync.read_weights(tmp_path).digest == update.digest
     assert await emptied()
     for actor in (trainer, engine):

@@ -2,7 +2,7 @@
 
 An envelope is a message of a fixed size: nothing (the bucket is as it was), a delta, or the whole bucket; and of how
 many bytes. In memory that a source shares, a bucket's message lies where the bucket would, and the envelopes lie behind
-all buckets, so there each bucket is one step as ever.
+all buckets, so there each bucket is one step as ever. In a folder, envelopes and deltas lie beside the whole buckets.
 """
 
 from __future__ import annotations
@@ -67,13 +67,17 @@ class Outbox:
     """Sends an update's buckets over one link, each in an envelope.
 
     Args:
-        link: The link.
+        start_send: Starts to send something over the link; gives what is to be waited for.
         envelopes: Where they are to lie, in memory that is shared; None if they are sent.
+        whole: Whether a bucket that comes whole is sent behind its envelope; else it comes another way.
     """
 
-    def __init__(self, link: Link, envelopes: Tensor | None) -> None:
-        self.link = link
+    def __init__(
+        self, start_send: Callable[[Tensor], Any], envelopes: Tensor | None = None, *, whole: bool = True
+    ) -> None:
+        self._start_send = start_send
         self._envelopes = envelopes
+        self._whole = whole
 
     def start_send(self, index: int, content: Content, body: Tensor) -> list[Any]:
         """Start to send a bucket; gives what is to be waited for.
@@ -85,11 +89,11 @@ class Outbox:
         """
         if self._envelopes is not None:
             write_envelope(self._envelopes[index * ENVELOPE : (index + 1) * ENVELOPE], content, body.numel())
-            return [self.link.start_send(body)]
+            return [self._start_send(body)]
         envelope = write_envelope(torch.empty(ENVELOPE, dtype=torch.uint8), content, body.numel())
-        sent = [self.link.start_send(envelope)]
-        if body.numel():
-            sent.append(self.link.start_send(body))
+        sent = [self._start_send(envelope)]
+        if body.numel() and (self._whole or content is not Content.WHOLE):
+            sent.append(self._start_send(body))
         return sent
 
 

@@ -4,6 +4,9 @@ While it is written a version lies in a hidden folder beside the others, where t
 renamed when they serve it (R3): a reader sees the whole of a published version, or none. Then ``latest``, a link, is
 made to point to it. What was published before stays, and what was before that goes.
 
+Engines that hold the update which it is compared with read what differs, in a file beside it
+(:mod:`~asyncsync.transports.changes_file`) that is taken away before the version gets its name.
+
 A hidden folder that nobody writes to any more is taken away by the next update: who writes holds a lock on a file in
 it, which ends with his process.
 """
@@ -16,18 +19,19 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from asyncsync.buckets import Plan
-from asyncsync.errors import TransferError
+from asyncsync.buckets import Bucket, Plan
+from asyncsync.errors import LinkLostError, TransferError
 from asyncsync.messages import Stored, UpdateOrder
 from asyncsync.report import format_bytes
+from asyncsync.transports.changes_file import Parcel, changes_head, changes_name, read_parcels
 from asyncsync.transports.stored import FetchingLink, StoringLink
 from asyncsync.weight_files import INDEX, FileLayout, FileLayouts, Run, read_run, sliced, write_run
 
@@ -90,9 +94,16 @@ class FolderSourceLink(StoringLink):
             disk = os.statvfs(self._folder)
             if (free := disk.f_bavail * disk.f_frsize) < layout.nbytes:
                 raise OSError(f"{format_bytes(free)} are free")
-            self._writing = _Writing(path, layout, _metadata(self.order.version, self.order.epoch, plan))
+            metadata = _metadata(self.order.version, self.order.epoch, plan)
+            self._writing = _Writing(path, layout, metadata, self._changes_head(plan, metadata))
         except OSError as error:
             raise self._failed(error) from error
+
+    def _changes_head(self, plan: Plan, metadata: Mapping[str, str]) -> bytes | None:
+        """What the file of what differs begins with; None if nobody is to read one."""
+        assert self.order is not None
+        against = self.order.against if self.connection in self.order.deltas else None
+        return None if against is None else changes_head(plan, against, metadata)
 
     def _failed(self, error: OSError) -> TransferError:
         size = "" if self._layout is None else f", {format_bytes(self._layout.nbytes)},"
@@ -105,18 +116,20 @@ class FolderSourceLink(StoringLink):
                 shutil.rmtree(path, ignore_errors=True)
 
     def _store(self, flat: Tensor) -> None:
-        if self._writing is None:
-            raise TransferError("the folder was given up")
-        try:
-            self._writing.write(memoryview(flat.numpy()))  # type: ignore[arg-type]  # numpy arrays are buffers
-        except OSError as error:
-            raise self._failed(error) from error
+        self._write(lambda writing: writing.write(_view(flat)))
+
+    def start_send_changes(self, flat: Tensor) -> Future[None]:
+        """Start to store a part of what differs, beside the buckets: an envelope, or what it speaks of."""
+        return self.submit(lambda: self._write(lambda writing: writing.write_changes(_view(flat))))
 
     def _complete(self) -> None:
+        self._write(lambda writing: writing.complete(self._source))
+
+    def _write(self, job: Callable[[_Writing], None]) -> None:
         if self._writing is None:
             raise TransferError("the folder was given up")
         try:
-            self._writing.complete(self._source)
+            job(self._writing)
         except OSError as error:
             raise self._failed(error) from error
 
@@ -170,6 +183,7 @@ class _Writing:
         path: Its hidden folder; other sources may have made it.
         layout: What lies where.
         metadata: What each file tells of it.
+        changes: What the file of what differs begins with; None: there is none.
 
     Raises:
         OSError: It cannot be written.
@@ -178,25 +192,32 @@ class _Writing:
         path: Its hidden folder.
     """
 
-    def __init__(self, path: Path, layout: FileLayout, metadata: Mapping[str, str]) -> None:
+    def __init__(
+        self, path: Path, layout: FileLayout, metadata: Mapping[str, str], changes: bytes | None = None
+    ) -> None:
         self.path = path
         self._layout = layout
-        self._files: list[tuple[int, int]] = []  # each one's descriptor, and where its tensors begin
+        self._files: list[tuple[int, int]] = []  # each one's descriptor, and where its head ends
         self._written = 0
+        self._changes = 0  # bytes of what differs
         path.mkdir(exist_ok=True)
         self._lock = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             with suppress(OSError):  # where there are no locks, what is left behind stays
                 fcntl.flock(self._lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
             for number, file in enumerate(layout.files):
-                header = layout.header(number, metadata)
-                fd = os.open(path / file.name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-                self._files.append((fd, len(header)))
-                write_run(fd, 0, Run(number, 0, ((0, len(header)),)), memoryview(header))
+                self._make(file.name, layout.header(number, metadata))
+            if changes is not None:
+                self._make(changes_name(layout.source), changes)
         except BaseException:
             self.close()
             shutil.rmtree(path, ignore_errors=True)
             raise
+
+    def _make(self, name: str, head: bytes) -> None:
+        fd = os.open(self.path / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        self._files.append((fd, len(head)))
+        write_run(fd, 0, Run(0, 0, ((0, len(head)),)), memoryview(head))
 
     def write(self, bucket: memoryview) -> None:
         """Write the next bucket."""
@@ -204,6 +225,12 @@ class _Writing:
             fd, at = self._files[run.file]
             write_run(fd, at, run, bucket)
         self._written += 1
+
+    def write_changes(self, part: memoryview) -> None:
+        """Write the next part of what differs."""
+        fd, at = self._files[len(self._layout.files)]
+        write_run(fd, at, Run(0, self._changes, ((0, part.nbytes),)), part)
+        self._changes += part.nbytes
 
     def complete(self, source: int) -> None:
         """Have all of it be on the disk, for whoever reads it there."""
@@ -226,6 +253,10 @@ class _Writing:
         if self._lock >= 0:
             os.close(self._lock)
         self._lock = -1
+
+
+def _view(flat: Tensor) -> memoryview:
+    return memoryview(flat.numpy())  # type: ignore[arg-type]  # numpy arrays are buffers
 
 
 def _part(source: int) -> str:
@@ -260,7 +291,7 @@ def _is_left(path: Path) -> bool:
 
 
 def _write_index(path: Path, order: UpdateOrder, digest: str, sources: int) -> None:
-    """Write the index of all sources' files."""
+    """Write the index of all sources' files, and take away what only this update has needed."""
     parts: list[dict[str, Any]] = []
     for source in range(sources):
         try:
@@ -283,6 +314,7 @@ def _write_index(path: Path, order: UpdateOrder, digest: str, sources: int) -> N
     _sync(index)
     for source in range(sources):
         (path / _part(source)).unlink()
+        (path / changes_name(source)).unlink(missing_ok=True)
     _sync(path)
 
 
@@ -311,52 +343,82 @@ class FolderEngineLink(FetchingLink):
         stored: Where they are.
         source: The source's number.
         layouts: Those of the last update.
+        against: The update that this engine takes what differs from; None: it takes the whole.
     """
 
-    def __init__(self, connection: str, plan: Plan, stored: Stored, source: int, layouts: FileLayouts) -> None:
+    def __init__(
+        self, connection: str, plan: Plan, stored: Stored, source: int, layouts: FileLayouts, against: int | None
+    ) -> None:
         super().__init__(connection, plan)
         self._path = Path(stored.folder)
         self._metadata = _metadata(stored.version, stored.epoch, plan)
         self._source = source
         self._layouts = layouts
+        self._against = against
         self._layout: FileLayout | None = None
-        self._files: list[tuple[int, int]] = []  # each one's descriptor, and where its tensors begin
+        self._parcels: Sequence[Parcel] = plan.buckets
+        self._files: list[tuple[int, int]] = []  # each one's descriptor, and where its head ends
         self._mutex = threading.Lock()
 
     def _open(self) -> None:
         layout = self._layout = self._layouts.of(self.plan, self._source)
         for number, file in enumerate(layout.files):
-            path, header = self._path / file.name, layout.header(number, self._metadata)
-            try:
-                fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-                self._files.append((fd, len(header)))
+            header = layout.header(number, self._metadata)
+            with self._opening(file.name, header) as fd:
                 found = os.pread(fd, len(header), 0), os.fstat(fd).st_size
-            except OSError as error:
-                raise TransferError(f"the weights cannot be read: {error}") from error
-            if found != (header, len(header) + file.nbytes):
-                raise TransferError(f"{path} holds something else than what was written there")
+                if found != (header, len(header) + file.nbytes):
+                    raise TransferError(f"{self._path / file.name} holds something else than what was written there")
+        if self._against is not None:
+            name = changes_name(self._source)
+            head = changes_head(self.plan, self._against, self._metadata)
+            with self._opening(name, head) as fd:
+                try:
+                    self._parcels = list(read_parcels(fd, head, self.plan, len(layout.files)))
+                except TransferError as error:
+                    raise TransferError(f"{self._path / name}: {error}") from error
 
-    def start_receive(self, flat: Tensor) -> tuple[int, Tensor]:
-        """Note that the next bucket is wanted."""
-        return self._next(), flat
+    @contextmanager
+    def _opening(self, name: str, head: bytes) -> Iterator[int]:
+        """A file that is looked at, and kept if it turns out to be what it should be."""
+        try:
+            fd = os.open(self._path / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                yield fd
+                with self._mutex:
+                    if self.closed:
+                        raise LinkLostError("fetching the weights was stopped")
+                    self._files.append((fd, len(head)))
+            except BaseException:
+                os.close(fd)
+                raise
+        except OSError as error:
+            raise TransferError(f"the weights cannot be read: {error}") from error
 
-    def wait(self, handle: tuple[int, Tensor], stop: threading.Event) -> None:
-        """Read a bucket. Blocks.
+    def start_receive(self, flat: Tensor) -> tuple[Parcel, Tensor]:
+        """Note that the next bucket is wanted, or the next part of what differs."""
+        return self._parcels[self._next()], flat
+
+    def wait(self, handle: tuple[Parcel, Tensor], stop: threading.Event) -> None:
+        """Read it. Blocks.
 
         Raises:
             LinkLostError: It was stopped.
             TransferError: It is not there whole.
         """
-        number, flat = handle
+        parcel, flat = handle
         assert self._layout is not None
-        bucket = memoryview(flat.numpy())  # type: ignore[arg-type]  # numpy arrays are buffers
-        for run in self._layout.runs(self.plan.buckets[number]):
+        view = _view(flat)
+        if isinstance(parcel, bytes):
+            self.check(stop)
+            view[:] = parcel
+            return
+        for run in self._layout.runs(parcel) if isinstance(parcel, Bucket) else (parcel,):
             for slice_ in sliced(run):
                 with self._mutex:  # lest a descriptor be closed, and be another's, as it is read
                     self.check(stop)
                     fd, at = self._files[slice_.file]
                     try:
-                        read_run(fd, at, slice_, bucket)
+                        read_run(fd, at, slice_, view)
                     except (OSError, EOFError) as error:
                         raise TransferError(f"the weights in {self._path} cannot be read: {error}") from error
 

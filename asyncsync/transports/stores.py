@@ -85,7 +85,7 @@ def fetching_links(order: UpdateOrder, plan: Plan, layouts: FileLayouts) -> Sequ
     if len(order.stored) != len(parts) or len(order.connections) != len(parts):
         raise OutOfStepError(f"the order names {len(order.stored)} stores, and there are {len(parts)} sources")
     return [
-        FolderEngineLink(connection, part, stored, number, layouts)
+        FolderEngineLink(connection, part, stored, number, layouts, order.against)
         if stored.folder
         else ObjectsEngineLink(connection, part, stored, whole=order.against is None)
         for number, (connection, part, stored) in enumerate(zip(order.connections, parts, order.stored, strict=True))
