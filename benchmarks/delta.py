@@ -45,7 +45,7 @@ from benchmarks.running import on_a_private_cluster, write_rows
 
 MODEL = "SmolLM2-135M-Instruct.Q4_1.gguf"
 ENGINES = 2
-TRANSPORTS: Sequence[TransportChoice] = ("broadcast", "shared", "folder")
+TRANSPORTS: Sequence[TransportChoice] = ("broadcast", "shared", "objects", "folder")
 RATES = (1e-6, 3e-6, 1e-5)
 STEPS, QUICK_STEPS = 50, 5
 UNMEASURED = 2  # updates: a staged engine allocates an arena in each
@@ -239,11 +239,13 @@ async def measure(
     return rows
 
 
-async def measure_all(path: Path, steps: int, say: Console) -> list[Row]:
-    """Measure every transport."""
+async def measure_all(
+    path: Path, transports: Sequence[TransportChoice], rates: Sequence[float], steps: int, say: Console
+) -> list[Row]:
+    """Measure each transport at each rate."""
     torch.set_num_threads(1)
     training = await asyncio.to_thread(Training, path)
-    return [row for transport in TRANSPORTS for row in await measure(training, transport, RATES, steps, say)]
+    return [row for transport in transports for row in await measure(training, transport, rates, steps, say)]
 
 
 def show(rows: Sequence[Row]) -> None:
@@ -286,11 +288,17 @@ def main() -> None:
     )
     cache = Path(os.environ.get("ASYNCSYNC_MODEL_CACHE", "~/.cache/asyncsync"))
     parser.add_argument("--quick", action="store_true", help=f"{QUICK_STEPS} steps in place of {STEPS}")
+    parser.add_argument("--transport", action="append", choices=TRANSPORTS, help="only this one")
+    parser.add_argument("--lr", action="append", type=float, metavar="RATE", help="only this learning rate")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to this file")
     parser.add_argument("--model", type=Path, metavar="PATH", default=cache / MODEL, help="the model")
     options = parser.parse_args()
     steps = QUICK_STEPS if options.quick else STEPS
-    rows = on_a_private_cluster(lambda: measure_all(options.model, steps, Console(stderr=True)))
+    transports, rates = options.transport or TRANSPORTS, options.lr or RATES
+    rows = on_a_private_cluster(
+        lambda: measure_all(options.model, transports, rates, steps, Console(stderr=True)),
+        object_store_memory=2 * layouts.GB,
+    )
     show(rows)
     write_rows([asdict(row) for row in rows], options.json)
 

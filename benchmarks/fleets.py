@@ -7,12 +7,14 @@ seed's loop and a bare broadcast send.
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Self
 
 import ray
 import torch
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from torch import nn
 
 import asyncsync
@@ -69,6 +71,13 @@ class BenchmarkEngine(FlatReceiver, asyncsync.ModuleEngine):
 RemoteEngine = asyncsync.remote(num_cpus=0)(BenchmarkEngine)
 
 
+def _other_nodes() -> list[str]:
+    """The cluster's nodes without this process's own."""
+    own = ray.get_runtime_context().get_node_id()
+    nodes = ray.nodes()  # type: ignore[no-untyped-call]
+    return [node["NodeID"] for node in nodes if node["Alive"] and node["NodeID"] != own]
+
+
 class Fleet:
     """Engines, and, once it is formed, the group that seed loop and bare broadcast go through.
 
@@ -87,9 +96,14 @@ class Fleet:
     @classmethod
     @asynccontextmanager
     async def start(cls, count: int, actor_class: Any = RemoteEngine) -> AsyncIterator[Self]:
-        """Start ``count`` engines, and stop them in the end."""
+        """Start ``count`` engines, and stop them in the end. On a cluster of several nodes they are on the others."""
         lock_class = ray.remote(num_cpus=0)(SeedLock)
-        async with running((lock_class, ()), *((actor_class, ()) for _ in range(count))) as (lock, *engines):
+        others = await asyncio.to_thread(_other_nodes)
+        placed = [
+            actor_class.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)) for node in others
+        ] or [actor_class]
+        wanted = itertools.islice(itertools.cycle(placed), count)
+        async with running((lock_class, ()), *((each, ()) for each in wanted)) as (lock, *engines):
             yield cls(engines, lock)
 
     @property

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import ray
 import torch
+from ray.cluster_utils import Cluster
 
 from asyncsync.demo.measures import TICK, StallMeter
 from benchmarks import layouts
@@ -22,20 +23,27 @@ T = TypeVar("T")
 
 
 def on_a_private_cluster(
-    work: Callable[[], Coroutine[Any, Any, T]], *, object_store_memory: int = 100 * layouts.MB
+    work: Callable[[], Coroutine[Any, Any, T]], *, object_store_memory: int = 100 * layouts.MB, nodes: int = 1
 ) -> T:
-    """Run a coroutine on a cluster of this machine alone, which ends with it."""
-    ray.init(
-        num_cpus=2,
-        object_store_memory=object_store_memory,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-    )
+    """Run a coroutine on a cluster of this machine alone, which ends with it.
+
+    Args:
+        work: Makes the coroutine.
+        object_store_memory: Bytes of each node's object store.
+        nodes: How many Ray nodes there are. This process is on the first.
+    """
+    several: Any = Cluster() if nodes > 1 else None
+    node = {"num_cpus": 2, "object_store_memory": object_store_memory, "include_dashboard": False}
     try:
+        for _ in range(nodes if several else 0):
+            several.add_node(**node)
+        where = {"address": several.address} if several else node
+        ray.init(**where, log_to_driver=False, logging_level=logging.ERROR)
         return asyncio.run(work())
     finally:
         ray.shutdown()
+        if several:
+            several.shutdown()
 
 
 def write_rows(rows: Sequence[dict[str, Any]], file: Path | None) -> None:

@@ -148,7 +148,7 @@ async def measure_all(plan: Sequence[tuple[int, Sequence[str]]], *, quick: bool,
 
 def rounds(layout: Layout, *, quick: bool) -> int:
     """How many rounds count: more where one takes milliseconds."""
-    few = 3 if quick else 5
+    few = 5 if quick else 9
     return 3 * few if layout.nbytes <= 64 * layouts.MB and len(layout.shapes) < 100 else few
 
 

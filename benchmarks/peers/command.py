@@ -35,7 +35,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import layouts
-from benchmarks.peers.entries import REFERENCE, Entry, all_entries
+from benchmarks.peers.entries import ENGINES, FLOOR, REFERENCE, REFERENCE_BETWEEN_NODES, Entry, all_entries
 from benchmarks.peers.measuring import Findings, Row, measure
 from benchmarks.running import machine, memory_available, on_a_private_cluster, write_rows
 from benchmarks.sync_latency import rounds
@@ -45,7 +45,7 @@ QUICK_CASES = ("2000x4KB", "16 MB")
 
 
 async def measure_all(
-    cases: Sequence[str], entries: Sequence[Entry], *, quick: bool, say: Console, file: Path | None
+    cases: Sequence[str], entries: Sequence[Entry], *, quick: bool, say: Console, file: Path | None, reference: str
 ) -> Findings:
     """Measure every layout; the rows so far are in the file after each."""
     torch.set_num_threads(1)
@@ -55,7 +55,12 @@ async def measure_all(
     for case in cases:
         layout = layouts.all_layouts()[case]
         found = await measure(
-            layout, entries, rounds=rounds(layout, quick=quick), memory=memory_available(), say=say.print
+            layout,
+            entries,
+            rounds=rounds(layout, quick=quick),
+            memory=memory_available(),
+            say=say.print,
+            reference=reference,
         )
         findings.rows += found.rows
         findings.missing |= found.missing
@@ -63,21 +68,21 @@ async def measure_all(
     return findings
 
 
-def show(findings: Findings, entries: Sequence[Entry]) -> None:
+def show(findings: Findings, entries: Sequence[Entry], reference: str = REFERENCE) -> None:
     """Print a table a layout, what everyone takes against the library, and who is missing."""
     console = Console(width=120)
     kinds = {entry.name: entry.kind for entry in entries}
     for case in dict.fromkeys(row.layout for row in findings.rows):
         rows = [row for row in findings.rows if row.layout == case]
         table = Table(title=f"{case}: one update of two engines")
-        for column in ("", "ms", f"/ {REFERENCE}", "stall, ms", "first, s"):
+        for column in ("", "ms", f"/ {reference}", "stall, ms", "first, s"):
             table.add_column(column, justify="right" if column else "left")
         for row in sorted(rows, key=lambda row: row.seconds):
             style = {"ours": "bold", "bare": "dim", "peer": ""}[kinds[row.contender]]
             figures = (f"{row.seconds * 1e3:.4g}", f"{row.seconds / row.ours_s:.2f}", f"{row.stall_ms:.1f}")
             table.add_row(row.contender, *figures, f"{row.first_s:.2f}", style=style)
         console.print(table)
-    for line in summary(findings.rows, kinds):
+    for line in summary(findings.rows, kinds, reference):
         console.print(line, highlight=False)
     for (name, case), why in findings.missing.items():
         console.print(f"not measured: {name}, {case}: {why}", highlight=False, markup=False)
@@ -85,7 +90,7 @@ def show(findings: Findings, entries: Sequence[Entry]) -> None:
     console.print(f"{machine()}; load average {loads}", highlight=False)
 
 
-def summary(rows: Sequence[Row], kinds: Mapping[str, str]) -> list[str]:
+def summary(rows: Sequence[Row], kinds: Mapping[str, str], reference: str) -> list[str]:
     """What each other way that was measured takes against the library, on each layout; who is faster is said so."""
     others = sorted({row.contender for row in rows} - {name for name, kind in kinds.items() if kind == "ours"})
     lines = []
@@ -96,7 +101,7 @@ def summary(rows: Sequence[Row], kinds: Mapping[str, str]) -> list[str]:
                 ratio = row.seconds / row.ours_s
                 faster = ratio <= 1 and kinds[name] == "peer"
                 each.append(f"{row.layout} {ratio:.2f}{' (FASTER)' if faster else ''}")
-        lines.append(f"{kinds[name]}: {name} / {REFERENCE}: {', '.join(each)}")
+        lines.append(f"{kinds[name]}: {name} / {reference}: {', '.join(each)}")
     return lines
 
 
@@ -110,17 +115,28 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to this file")
     parser.add_argument("--case", action="append", choices=tuple(layouts.all_layouts()), help="only this layout")
     parser.add_argument("--only", action="append", metavar="TEXT", help="only contenders with this in their names")
+    parser.add_argument(
+        "--nodes",
+        action="store_true",
+        help="three Ray nodes of this machine, an engine on each of two; who needs shared memory or a store stays out",
+    )
     options = parser.parse_args()
+    reference = REFERENCE_BETWEEN_NODES if options.nodes else REFERENCE
+    if options.nodes:
+        entries = [entry for entry in entries if entry.is_far]
     if options.only:
         entries = [
             entry
             for entry in entries
-            if entry.name in (REFERENCE, "memcpy") or any(text in entry.name for text in options.only)
+            if entry.name in (reference, FLOOR) or any(text in entry.name for text in options.only)
         ]
     cases = options.case or (QUICK_CASES if options.quick else CASES)
     largest = max(layouts.all_layouts()[case].nbytes for case in cases)
     findings = on_a_private_cluster(
-        lambda: measure_all(cases, entries, quick=options.quick, say=Console(stderr=True), file=options.json),
+        lambda: measure_all(
+            cases, entries, quick=options.quick, say=Console(stderr=True), file=options.json, reference=reference
+        ),
         object_store_memory=max(layouts.GB, 3 * largest),
+        nodes=ENGINES + 1 if options.nodes else 1,
     )
-    show(findings, entries)
+    show(findings, entries, reference)

@@ -111,6 +111,7 @@ class Entry:
         sets: Memory that it needs at the most, in sets of the weights, beside its place.
         processes: How many it starts.
         is_restless: Whether it is busy even while nothing is sent.
+        is_far: Whether bytes go from member to member, through no memory of the node and no store.
         make: Makes the contender in a place.
     """
 
@@ -119,6 +120,7 @@ class Entry:
     sets: int
     processes: int = 0
     is_restless: bool = False
+    is_far: bool = False
     make: Callable[[Place], AbstractAsyncContextManager[Contender]]
 
 
@@ -146,9 +148,16 @@ def _other(
     sets: int = 1,
     processes: int = 0,
     is_restless: bool = False,
+    is_far: bool = False,
 ) -> Entry:
     return Entry(
-        name=name, kind=kind, sets=sets, processes=processes, is_restless=is_restless, make=partial(_made, make)
+        name=name,
+        kind=kind,
+        sets=sets,
+        processes=processes,
+        is_restless=is_restless,
+        is_far=is_far,
+        make=partial(_made, make),
     )
 
 
@@ -159,6 +168,9 @@ def our_name(transport: str, *, staged: bool) -> str:
 
 REFERENCE = our_name("shared", staged=True)
 """The library as it is between processes of one node: what the others are measured against."""
+
+REFERENCE_BETWEEN_NODES = our_name("broadcast", staged=True)
+"""The same between nodes."""
 
 FLOOR = "memcpy"
 
@@ -177,23 +189,24 @@ def all_entries() -> list[Entry]:
             kind="ours",
             sets=6 if staged else 4,
             processes=ENGINES,
+            is_far=transport == "broadcast",
             make=partial(_ours, transport, staged),
         )
         for transport in transports
         for staged in (True, False)
     ]
     return [
-        _other(FLOOR, lambda place: Memcpy([place.flat]), kind="bare"),
-        _other("gloo broadcast, flat", lambda place: BareGloo(place.fleet, [place.flat]), kind="bare"),
+        _other(FLOOR, lambda place: Memcpy([place.flat]), kind="bare", is_far=True),
+        _other("gloo broadcast, flat", lambda place: BareGloo(place.fleet, [place.flat]), kind="bare", is_far=True),
         _other("ray.put, flat", lambda place: Put(place.fleet, [place.flat]), kind="bare"),
         *ours,
         _other("ray.put, packed", lambda place: PutPacked(place.fleet, place.weights), sets=2),
         _other("ray.put of a state dict", lambda place: PutStateDict(place.fleet, place.weights), sets=5),
-        _other("seed's loop", lambda place: Seed(place.fleet, place.weights), sets=2),
-        _other("ray.util.collective", lambda place: Collective(place.fleet, place.trainer)),
+        _other("seed's loop", lambda place: Seed(place.fleet, place.weights), sets=2, is_far=True),
+        _other("ray.util.collective", lambda place: Collective(place.fleet, place.trainer), is_far=True),
         # Its agents' threads look for work all the time: a third of a core in each of three processes.
         _other("Ray direct transport, NIXL", lambda place: Nixl(place.fleet, place.trainer), is_restless=True),
-        _other("Ray direct transport, gloo", lambda place: DirectGloo(place.fleet, place.trainer), sets=3),
+        _other("Ray direct transport, gloo", lambda place: DirectGloo(place.fleet, place.trainer), sets=3, is_far=True),
         _other("torchrl", lambda place: Torchrl(place.fleet, place.weights, place.layout), sets=4),
         _other(
             "torchstore",

@@ -63,10 +63,12 @@ class Heat:
     Args:
         layout: What they send.
         say: Where to say what goes on.
+        reference: What the others are measured against.
     """
 
-    def __init__(self, layout: Layout, say: Callable[[str], None]) -> None:
+    def __init__(self, layout: Layout, say: Callable[[str], None], reference: str = REFERENCE) -> None:
         self._layout = layout
+        self._reference = reference
         self._say = say
         self._contenders: dict[str, Contender] = {}
         self._first: dict[str, float] = {}
@@ -97,7 +99,7 @@ class Heat:
                     async with self._or_missing(name):
                         stall = await stall_of(self._contenders[name])
                         self._stalls[name] = max(self._stalls.get(name, 0.0), stall)
-        ours = statistics.median(self._seconds[REFERENCE])
+        ours = statistics.median(self._seconds[self._reference])
         return [
             Row(
                 contender=name,
@@ -155,7 +157,7 @@ def reason(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[-1] if lines else 'it says nothing more'}"[:300]
 
 
-def heats(entries: Sequence[Entry], layout: Layout, memory: int) -> list[list[Entry]]:
+def heats(entries: Sequence[Entry], layout: Layout, memory: int, reference: str = REFERENCE) -> list[list[Entry]]:
     """Who runs at the same time: as many as there is memory for; what the others are measured against, always.
 
     Who is restless, and would take the others' time, has a heat of his own.
@@ -164,12 +166,13 @@ def heats(entries: Sequence[Entry], layout: Layout, memory: int) -> list[list[En
         entries: Everyone.
         layout: What they send.
         memory: Bytes that there are.
+        reference: What the others are measured against.
     """
 
     def wanted(entry: Entry) -> int:
         return entry.sets * layout.nbytes + entry.processes * PROCESS_MEMORY
 
-    always = [entry for entry in entries if entry.name in (FLOOR, REFERENCE)]
+    always = [entry for entry in entries if entry.name in (FLOOR, reference)]
     place = PLACE_SETS * layout.nbytes + (ENGINES + 1) * PROCESS_MEMORY
     room = memory - MEMORY_RESERVE - place - sum(map(wanted, always))
     found: list[list[Entry]] = []
@@ -186,7 +189,13 @@ def heats(entries: Sequence[Entry], layout: Layout, memory: int) -> list[list[En
 
 
 async def measure(
-    layout: Layout, entries: Sequence[Entry], *, rounds: int, memory: int, say: Callable[[str], None]
+    layout: Layout,
+    entries: Sequence[Entry],
+    *,
+    rounds: int,
+    memory: int,
+    say: Callable[[str], None],
+    reference: str = REFERENCE,
 ) -> Findings:
     """Measure one layout.
 
@@ -196,15 +205,16 @@ async def measure(
         rounds: How many rounds count.
         memory: Bytes that may be used.
         say: Where to say what goes on.
+        reference: What the others are measured against.
     """
     findings = Findings()
-    several = heats(entries, layout, memory)
+    several = heats(entries, layout, memory, reference)
     for number, heat_entries in enumerate(several, start=1):
         names = ", ".join(entry.name for entry in heat_entries)
         say(f"{layout.name}, {number} of {len(several)}: {names}")
-        heat = Heat(layout, say)
+        heat = Heat(layout, say, reference)
         for row in await heat.run(heat_entries, rounds=rounds):
-            if number == 1 or row.contender not in (FLOOR, REFERENCE):
+            if number == 1 or row.contender not in (FLOOR, reference):
                 findings.rows.append(row)
         findings.missing |= {(name, layout.name): why for name, why in heat.missing.items()}
     return findings
