@@ -1,0 +1,114 @@
+"""CUDA IPC: who it is chosen for. How it works is shown over stubbed CUDA, in ``test_memory_saver``."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import asyncsync
+from asyncsync.connection import why_not_ipc
+from asyncsync.errors import ConnectError, OutOfStepError
+from asyncsync.memory_saver import ipc
+from asyncsync.messages import EngineStatus, TrainerStatus
+from asyncsync.transports import device_memory
+from asyncsync.transports.device_memory import DeviceSets, Share, this_process
+from tests.engines import ToldEngine
+
+SOURCE = TrainerStatus(
+    instance="a",
+    device="cuda",
+    connections=(),
+    plan_digest="",
+    specs=None,
+    gpus=("one",),
+    node="here",
+    no_ipc=None,
+    process="1/2:10",
+)
+ENGINE = EngineStatus(
+    instance="b",
+    device="cuda",
+    staged=True,
+    gpus=("two",),
+    node="here",
+    no_ipc=None,
+    sees=("one", "two"),
+    processes=("1/2:11",),
+)
+
+
+@pytest.mark.parametrize(
+    ("source", "engine", "reason"),
+    [
+        ({}, {}, None),
+        ({}, {"gpus": ("one",), "sees": ("one",)}, None),
+        ({"node": "there"}, {}, "not on the trainer's node"),
+        ({"node": ""}, {"node": ""}, "not on the trainer's node"),
+        ({"no_ipc": "expandable segments"}, {}, "expandable segments"),
+        ({}, {"no_ipc": "its weights are on no GPU"}, "on no GPU"),
+        ({}, {"sees": ("two",)}, "does not see the trainer's GPU one"),
+        ({}, {"processes": ("1/2:11", "1/2:10")}, "the trainer's own process"),
+        ({}, {"processes": ("1/3:11",)}, "another container"),
+    ],
+)
+def test_it_is_chosen_where_all_ends_are_on_gpus_of_a_node_and_can_do_it(
+    source: dict[str, Any], engine: dict[str, Any], reason: str | None
+) -> None:
+    found = why_not_ipc([SOURCE, replace(SOURCE, **source)], replace(ENGINE, **engine))
+    assert (found is None) == (reason is None)
+    assert reason is None or (found is not None and reason in found)
+
+
+@pytest.mark.asyncio
+async def test_asked_for_by_name_where_no_gpu_is_it_is_an_error_before_anything() -> None:
+    engine = ToldEngine(nn.ParameterDict({"weight": torch.zeros(3)}))
+    async with asyncsync.WeightSynchronizer({"weight": torch.ones(3)}, [engine], transport="cuda_ipc") as synchronizer:
+        with pytest.raises(ConnectError, match="its weights are on no GPU"):
+            await synchronizer.update_weights()
+    assert engine.calls == ["describe_engine"]
+
+
+def test_it_moves_bytes_without_nccl() -> None:
+    engine = ToldEngine(nn.ParameterDict({"weight": torch.zeros(3)}))
+    with pytest.raises(ValueError, match="cuda_ipc"):
+        asyncsync.WeightSynchronizer({"weight": torch.ones(3)}, [engine], transport="cuda_ipc", backend="nccl")
+
+
+def test_a_share_is_bytes_of_a_fixed_width() -> None:
+    share = Share(bytes(range(64)), 2**40 + 3, "0f3b8a51-0000-4000-8000-00000000000a")
+    assert len(share.pack()) == Share.NBYTES
+    assert Share.unpack(share.pack()) == share
+
+
+def test_no_two_processes_are_one() -> None:
+    command = [
+        sys.executable,
+        "-c",
+        "from asyncsync.transports.device_memory import this_process; print(this_process())",
+    ]
+    other = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.strip()
+    assert other != this_process()
+    assert other.rpartition(":")[0] == this_process().rpartition(":")[0] != ""
+
+
+def test_memory_that_cannot_be_had_is_told_when_it_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(nbytes: int, device: torch.device) -> torch.Tensor:
+        raise OSError("out of memory")
+
+    monkeypatch.setattr(ipc, "why_not_here", lambda: None)
+    monkeypatch.setattr(DeviceSets, "_free", lambda sets: 1 << 30)
+    sets = DeviceSets()
+    assert sets.why_not(100) == "the trainer's weights are on no GPU"
+    sets.device = torch.device("cuda", 0)
+    monkeypatch.setattr(device_memory, "_allocate", none)
+    with pytest.raises(OutOfStepError, match=r"memory of the GPU of 0\.1 kB cannot be had: out of memory"):
+        sets.take(100)
+    monkeypatch.setattr(device_memory, "_allocate", lambda nbytes, device: torch.empty(nbytes))
+    assert "out of memory" in str(sets.why_not(100))
+    assert sets.why_not(100) is None, "and tried anew after that"
