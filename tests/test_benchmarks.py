@@ -467,6 +467,7 @@ def test_without_a_gpu_its_check_runs_as_far_as_it_can_and_says_what_it_skipped(
         assert found[name]["trainer's bytes are equal"] is True
     assert found["host_copies"]["paused: bytes that are wrong"] == []
     assert found["ipc"]["bytes copied there are equal"] is True
+    assert found["cuda_ipc"]["update 2: engines' bytes are equal"] == [True, True]
     assert found["gloo"]["device / host"] > 0
 
 
