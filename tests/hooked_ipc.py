@@ -13,7 +13,6 @@ import signal
 import socket
 import sys
 import threading
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
@@ -239,7 +238,11 @@ async def refused() -> Found:
                 try:
                     await synchronizer.update_weights()
                 except asyncsync.ConnectError as error:
-                    found[name] = {"error": str(error), "calls": await peers[0].calls.remote()}
+                    found[name] = {
+                        "error": str(error),
+                        "kind": type(error).__name__,
+                        "calls": await peers[0].calls.remote(),
+                    }
             told = Told()
             log.addHandler(told)
             async with asyncsync.WeightSynchronizer(weights, peers, **options) as synchronizer:
@@ -249,6 +252,34 @@ async def refused() -> Found:
             found[name]["told"] = [line for line in told.lines if "CUDA IPC" in line]
             found[name]["equal"] = await peers[0].contents.remote() == contents(model)
             nothing()
+    return found
+
+
+async def used_up() -> Found:
+    """Memory of the GPU that cannot be had any more in the second update, and can again in the third."""
+    model, weights = in_saver()
+    found: Found = {"transports": [], "equal": []}
+    memory: Any = device_memory
+    allocate = device_memory._allocate
+
+    def only_a_little(nbytes: int, where: torch.device) -> Tensor:
+        if nbytes > 1:
+            raise OSError("out of memory")
+        return allocate(nbytes, where)
+
+    async with (
+        engines((50, True, GPU), (51, False, GPU)) as peers,
+        asyncsync.WeightSynchronizer(weights, peers, bucket_size=1024, timeout=60, backend="gloo") as synchronizer,
+    ):
+        for number in range(3):
+            memory._allocate = only_a_little if number == 1 else allocate
+            if number == 2:
+                synchronizer._connection.forget()
+            update = await synchronizer.update_weights()
+            held = await asyncio.gather(*(peer.contents.remote() for peer in peers))
+            found["equal"].append([each == contents(model) for each in held])
+            found["transports"].append([outcome.transport for outcome in update.outcomes])
+            step(weights, model)
     return found
 
 
@@ -433,19 +464,64 @@ async def killed() -> Found:
         waiting = asyncio.ensure_future(asyncio.to_thread(link.wait, link.start_receive(lent.memory), NEVER))
         await asyncio.wait([waiting], timeout=0.1)
         found["waits"] = not waiting.done()
-        start = time.monotonic()
         dying = source.kill.remote()
         try:
             await waiting
         except LinkLostError as error:
             found["error"], found["peers"] = str(error), [list(peer) for peer in error.peers]
-        found["seconds"] = time.monotonic() - start
         await asyncio.wait([dying])
         found["dead"] = isinstance(dying.exception(), ConnectionError)
         found["open"] = [gpu.opened()]
         del lent, waiting
         found["open"].append(gpu.opened())
         link.close()
+    return found
+
+
+class Reader:
+    """An engine that takes one bucket, in a process of its own."""
+
+    def __init__(self) -> None:
+        gpu.install(GPU)
+
+    async def join(self, contacts: Contacts) -> None:
+        """Join the source."""
+        joining = IpcJoining(rendezvous(1), sets=None)
+        joining.introduce(contacts)
+        self._link = await asyncio.to_thread(joining.join)
+
+    def receive(self) -> int:
+        """Take a bucket, and keep the set; how many are open."""
+        assert isinstance(self._link, IpcEngineLink)
+        self._lent = receive(self._link, 1, buckets=1)
+        return gpu.opened()
+
+    def kill(self) -> None:
+        """Be killed."""
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+async def engine_killed() -> Found:
+    """An engine that is killed with a set open: the source hears it, and the set's memory is freed."""
+    found: Found = {}
+    source = Source()
+    contacts = await source.open()
+    async with Peer.start(Reader) as engine:
+        await asyncio.gather(engine.join.remote(contacts), source.join())
+        with saver.disable():
+            source.send(1, 1)
+        found["open"] = [await engine.receive.remote(), source.allocated()]
+        assert source._link is not None
+        source._last = source._link.start_send(torch.empty(0))
+        waiting = asyncio.ensure_future(source.wait())
+        await asyncio.wait([waiting], timeout=0.1)
+        found["waits"] = not waiting.done()
+        dying = engine.kill.remote()
+        await asyncio.wait([waiting, dying])
+        found["error"] = str(waiting.exception())
+        dying.exception()
+        found["left"] = device_memory.sweep(10)
+        found["open"].append(source.allocated())
     return found
 
 
@@ -499,7 +575,8 @@ async def forked() -> Found:
 
 
 PROGRAMS: dict[str, Callable[[], Any]] = {
-    program.__name__: program for program in (updated, kept, mixed, refused, lines, left, killed, strange, forked)
+    program.__name__: program
+    for program in (updated, kept, mixed, refused, used_up, lines, left, killed, engine_killed, strange, forked)
 }
 
 if __name__ == "__main__":

@@ -205,9 +205,8 @@ class DeviceSets(WeightSets[DeviceSet]):
         sweep(CLOSING_TIMEOUT)
 
     def _free(self) -> int:
-        free, _ = torch.cuda.mem_get_info(self.device)
-        kept = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
-        return int(free) + int(kept)
+        free, _ = torch.cuda.mem_get_info(self.device)  # what torch keeps is not counted: it may be in pieces
+        return int(free)
 
     def _make(self, number: int, nbytes: int) -> DeviceSet:
         try:

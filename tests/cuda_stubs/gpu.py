@@ -100,7 +100,6 @@ def install(*gpus: str) -> None:
     cuda.synchronize = lambda which=None: said.append("synchronize")
     cuda.current_stream = lambda which=None: SimpleNamespace(synchronize=lambda: said.append("stream"))
     cuda.mem_get_info = lambda which=None: (FREE, 2 * FREE)
-    cuda.memory_reserved = cuda.memory_allocated = lambda which=None: 0
     patched: Any = torch
     empty, as_tensor = torch.empty, torch.as_tensor
     patched.empty = lambda *size, **options: (
