@@ -101,6 +101,7 @@ def worker_of(synchronizer: asyncsync.WeightSynchronizer) -> RankWorker:
 async def updated() -> Found:
     """Weights that lie in the saver's memory: what is sent is a repacked copy, awake, paused and started."""
     model, weights = in_saver()
+    before = len(gpu.allocations())
     found: Found = {"equal": [], "transports": [], "opened": [], "kept": []}
     found["saver's"] = not any(is_ipc_capable(tensor) for tensor in weights.values() if tensor.numel())
     taken: list[tuple[bool, bool]] = []
@@ -136,7 +137,7 @@ async def updated() -> Found:
         started = await synchronizer.start_update()
         step(weights, model)
         await look(await started, was)
-        found["allocated"] = len([each for each in gpu.allocations() if each["total_size"] > 8192])
+        found["allocated"] = len(gpu.allocations()) - before
         found["made"] = [list(each) for each in taken]
     found["in /dev/shm"] = [name for name in os.listdir("/dev/shm") if "torch" in name or "cuda" in name.lower()]
     return found
@@ -240,7 +241,6 @@ async def refused() -> Found:
                 except asyncsync.ConnectError as error:
                     found[name] = {
                         "error": str(error),
-                        "kind": type(error).__name__,
                         "calls": await peers[0].calls.remote(),
                     }
             told = Told()

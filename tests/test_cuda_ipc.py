@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from typing import Any
 
+import anyio
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import asyncsync
+from asyncsync.buckets import DEFAULT_BUCKET_SIZE, TensorSpec, joint_digest, plan_buckets
 from asyncsync.connection import why_not_ipc
+from asyncsync.engines.binding import bind
+from asyncsync.engines.loading import Installed, StagedLoader
+from asyncsync.engines.receiving import Session, receive_buckets
 from asyncsync.errors import ConnectError, OutOfStepError
 from asyncsync.memory_saver import ipc
-from asyncsync.messages import EngineStatus, TrainerStatus
+from asyncsync.messages import EngineStatus, Layout, TrainerStatus, UpdateOrder
 from asyncsync.transports import device_memory
 from asyncsync.transports.device_memory import DeviceSets, Share, this_process
 from tests.engines import ToldEngine
+from tests.memory_link import MemoryLink
 
 SOURCE = TrainerStatus(
     instance="a",
@@ -78,6 +85,56 @@ def test_it_moves_bytes_without_nccl() -> None:
     engine = ToldEngine(nn.ParameterDict({"weight": torch.zeros(3)}))
     with pytest.raises(ValueError, match="cuda_ipc"):
         asyncsync.WeightSynchronizer({"weight": torch.ones(3)}, [engine], transport="cuda_ipc", backend="nccl")
+
+
+class PassingArena:
+    """Memory of a source's that goes with it."""
+
+    stays = False
+
+    def __init__(self, memory: Tensor) -> None:
+        self.memory = memory
+        self.is_let_go = False
+
+    def let_go(self) -> None:
+        self.is_let_go = True
+
+    def tidy(self) -> None:
+        pass
+
+
+class FullLink(MemoryLink):
+    """A link whose buckets are all there."""
+
+    def __init__(self, lent: PassingArena) -> None:
+        self._lent = lent
+
+    def arena(self, epoch: int, nbytes: int, stop: threading.Event) -> Any:
+        return self._lent
+
+    def start_receive(self, flat: Tensor) -> object:
+        return None
+
+    def wait(self, handle: object, stop: threading.Event) -> None:
+        pass
+
+
+def test_memory_that_goes_with_its_source_is_copied_and_never_served_from() -> None:
+    module = nn.ParameterDict({"weight": torch.zeros(300)})
+    specs = (TensorSpec("weight", torch.float32, (300,)),)
+    plan = plan_buckets(specs)
+    layout = Layout(parts=(specs,), bucket_size=DEFAULT_BUCKET_SIZE, digest=joint_digest([plan.digest]))
+    binding = bind(module, layout)
+    loader = StagedLoader(binding, Installed(), "cpu")
+    lent = PassingArena(torch.arange(300.0).view(torch.uint8).clone())
+    order = UpdateOrder(
+        epoch=1, version=1, connections=(), plan_digest="", policy="drain", base_epoch=None, timeout=1.0
+    )
+    receive_buckets(Session(order, binding.plan, loader, [FullLink(lent)], anyio.CancelScope()))
+    assert lent.is_let_go
+    lent.memory.zero_()
+    loader.commit()
+    assert torch.equal(module["weight"], torch.arange(300.0))
 
 
 def test_a_share_is_bytes_of_a_fixed_width() -> None:

@@ -96,9 +96,7 @@ class LentOnDevice:
         if epoch is None:
             return
         torch.cuda.synchronize(self.memory.device)
-        self.memory = torch.empty(
-            0, dtype=torch.uint8
-        )  # the last that was over it, or else it is closed a little later
+        self.memory = torch.empty(0, dtype=torch.uint8)  # mostly the last view of it, which closes it
         if (link := self._link()) is not None:
             link.say(LET_GO, epoch, self._number)
 

@@ -250,7 +250,7 @@ class OpenedSet:
             exported = _Exported(device, address, share.offset, nbytes, lease)
             self.memory: Tensor = torch.as_tensor(exported)
         if self.memory.device != device or self.memory.data_ptr() != address + share.offset:
-            raise OSError(f"torch takes memory of {device} for some of {self.memory.device}")
+            raise OSError(f"torch sees other memory on {self.memory.device} than was opened on {device}")
 
 
 class _Exported:
