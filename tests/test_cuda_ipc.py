@@ -119,7 +119,8 @@ class FullLink(MemoryLink):
         pass
 
 
-def test_memory_that_goes_with_its_source_is_copied_and_never_served_from() -> None:
+@pytest.mark.asyncio
+async def test_memory_that_goes_with_its_source_is_copied_and_never_served_from() -> None:
     module = nn.ParameterDict({"weight": torch.zeros(300)})
     specs = (TensorSpec("weight", torch.float32, (300,)),)
     plan = plan_buckets(specs)
