@@ -156,8 +156,9 @@ def sweep(timeout: float = 0.0) -> int:
     while True:
         with _mutex:
             for each in [each for each in _given_up if _has_ended(each.reading)]:
-                _given_up.remove(each)
-                os.close(each.reading)
+                with suppress(ValueError):  # the garbage collector may have come here in between
+                    _given_up.remove(each)
+                    os.close(each.reading)
             left = list(_given_up)
         if not left or time.monotonic() >= deadline:
             return len(left)
