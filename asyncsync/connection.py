@@ -12,9 +12,9 @@ engine has left is formed anew of those that remain and those that join. As each
 are only so many: beyond that, all are made one. An engine that takes another kind of group is alone in it.
 
 Which way the bytes go to each engine is chosen by where it is: through memory that the source shares, if it is on the
-node of all sources and there is enough; else through the broadcast; unless a way was named. Those of one way are a
-cohort. Engines that fetch from a store are in no group: of their cohort only sources have an end, and whoever joins it
-costs no connecting.
+node of all sources and there is enough, memory of the GPU if all weights are on such; else through the broadcast;
+unless a way was named. Those of one way are a cohort. Engines that fetch from a store are in no group: of their cohort
+only sources have an end, and whoever joins it costs no connecting.
 """
 
 from __future__ import annotations
@@ -70,9 +70,9 @@ NO_GROUP = ""
 
 BackendChoice = Literal["auto"] | Backend
 
-TransportChoice = Literal["auto", "shared", "broadcast"] | Store
+TransportChoice = Literal["auto", "shared", "cuda_ipc", "broadcast"] | Store
 
-TRANSPORTS: tuple[str, ...] = (*get_args(Literal["auto", "shared", "broadcast"]), *STORES)
+TRANSPORTS: tuple[str, ...] = (*get_args(Literal["auto", "shared", "cuda_ipc", "broadcast"]), *STORES)
 """All choices there are."""
 
 TransportsChoice: TypeAlias = TransportChoice | Callable[[Any], TransportChoice]
@@ -323,7 +323,7 @@ class Connection:
         """
         known = set.intersection(*map(set, self._bases)) if self._options.delta and self._bases else set()
         if any(
-            cohort.transport == "pynccl" or (cohort.transport == "broadcast" and cohort.backend == "nccl")
+            cohort.transport in ("pynccl", "cuda_ipc") or (cohort.transport == "broadcast" and cohort.backend == "nccl")
             for cohort in self._cohorts
         ):
             return None, frozenset()  # what moves from device to device never lies on the host
@@ -505,13 +505,20 @@ class Connection:
             if choice in STORES:
                 transports[member] = choice
                 reason = self._why_not_stored(choice, status)
+            elif (reason := self._why_not_ipc(choice, sources, status)) is None:
+                transports[member] = "cuda_ipc"
             else:
-                reason = self._why_not_shared(choice, sources, status, backend)
+                if choice in ("auto", "shared"):
+                    _tell_why_not_ipc(member, sources, status, reason)
+                if choice != "cuda_ipc":
+                    reason = self._why_not_shared(choice, sources, status, backend)
                 transports[member] = "shared" if reason is None else status.transport
             if reason is not None:
                 reasons.setdefault((choice, reason), []).append(member.name)
         told = [(choice, f"{', '.join(names)}: {reason}") for (choice, reason), names in reasons.items()]
-        if refused := [f'{text} (transport="{choice}")' for choice, text in told if choice in ("shared", *STORES)]:
+        if refused := [
+            f'{text} (transport="{choice}")' for choice, text in told if choice in ("shared", "cuda_ipc", *STORES)
+        ]:
             raise ConnectError(f"not every engine is reached as it was asked for: {'; '.join(refused)}")
         if others := [text for choice, text in told if choice == "auto"]:
             short = any(status.shortage for status in sources)
@@ -562,6 +569,15 @@ class Connection:
         return (
             f"it takes nothing from {'a folder' if store == 'folder' else 'the object store'}, only from its own groups"
         )
+
+    def _why_not_ipc(
+        self, choice: TransportChoice, sources: Sequence[TrainerStatus], engine: EngineStatus
+    ) -> str | None:
+        if choice == "broadcast":
+            return "a broadcast was asked for"
+        if self._backend == "nccl":
+            return "NCCL was asked for"
+        return why_not_ipc(sources, engine)
 
     def _why_not_shared(
         self, choice: TransportChoice, sources: Sequence[TrainerStatus], engine: EngineStatus, backend: Backend
@@ -625,7 +641,7 @@ class Connection:
             raise
         identities = {member: _identity(status) for member, status in engines.items()}
         self._cohorts += (Cohort(connections, identities, _identities(sources), backend, transport),)
-        way = {"broadcast": backend, "shared": "shared memory"}.get(transport, transport)
+        way = {"broadcast": backend, "shared": "shared memory", "cuda_ipc": "CUDA IPC"}.get(transport, transport)
         _log.debug("connected %d engines to %d sources over %s", len(engines), len(sources), way)
 
     async def _form(self, source: Source, engines: Mapping[Member, EngineStatus], rendezvous: Rendezvous) -> None:
@@ -670,11 +686,39 @@ async def leave_groups(engine: RolloutEngine, connections: Sequence[str]) -> Non
         await engine.leave_group(connection)
 
 
+def why_not_ipc(sources: Sequence[TrainerStatus], engine: EngineStatus) -> str | None:
+    """Why an engine cannot open the memory of all sources by CUDA IPC; None if it can, as far as they know."""
+    if not engine.node or any(source.node != engine.node for source in sources):
+        return "it is not on the trainer's node, or another user's there"
+    for reason in (engine.no_ipc, *(source.no_ipc for source in sources)):
+        if reason is not None:
+            return reason
+    for source in sources:
+        if source.process in engine.processes:
+            return "it is in the trainer's own process, where its memory cannot be opened"
+        if any(_namespaces(process) != _namespaces(source.process) for process in engine.processes):
+            return "it is in another container than the trainer"
+        if hidden := set(source.gpus) - set(engine.sees):
+            return f"it does not see the trainer's GPU {', '.join(sorted(hidden))} (CUDA_VISIBLE_DEVICES?)"
+    return None
+
+
+def _tell_why_not_ipc(member: Member, sources: Sequence[TrainerStatus], engine: EngineStatus, reason: str) -> None:
+    """Log why it is not CUDA IPC, though everything is on GPUs of one node; what can be changed at a source aloud."""
+    if {engine.device, *(source.device for source in sources)} == {"cuda"}:
+        level = logging.WARNING if reason in {source.no_ipc for source in sources} else logging.DEBUG
+        _log.log(level, "no CUDA IPC for %s: %s", member.name, reason)
+
+
+def _namespaces(process: str) -> str:
+    return process.rpartition(":")[0]
+
+
 def _cohorts_of(
     engines: Mapping[Member, EngineStatus], transports: Mapping[Member, Transport]
 ) -> Iterator[tuple[Transport, Mapping[Member, EngineStatus]]]:
     """Who shares a group, or a store. In a group of vLLM's nothing has a timeout: who fails would hang the others."""
-    kinds: tuple[Transport, ...] = ("broadcast", "shared", *STORES)
+    kinds: tuple[Transport, ...] = ("broadcast", "shared", "cuda_ipc", *STORES)
     for kind in kinds:
         if together := {member: status for member, status in engines.items() if transports[member] == kind}:
             yield kind, together

@@ -32,6 +32,11 @@ def gpu_of(device: torch.device) -> tuple[str, ...]:
     return (str(torch.cuda.get_device_properties(device).uuid),) if device.type == "cuda" else ()
 
 
+def visible_gpus() -> tuple[str, ...]:
+    """What tells the GPUs that this process sees, in the order of their numbers here."""
+    return tuple(gpu for number in range(torch.cuda.device_count()) for gpu in gpu_of(torch.device("cuda", number)))
+
+
 def settle(device: torch.device) -> None:
     """Make a CUDA device this thread's own, and wait until all that was started there is done. Blocks."""
     if device.type == "cuda":

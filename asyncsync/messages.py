@@ -20,7 +20,7 @@ from asyncsync.buckets import Plan, TensorSpec, join_plans, plan_buckets
 from asyncsync.errors import PlanError
 from asyncsync.shards import Block, Holding
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 
 PEER = -1
 """In place of a source's number: an engine that gives its weights to others."""
@@ -33,10 +33,10 @@ Backend: TypeAlias = Literal["gloo", "nccl"]
 Store: TypeAlias = Literal["objects", "folder"]
 """A place that a source first brings everything to, and that engines fetch it from: Ray's object store, or a folder."""
 
-Transport: TypeAlias = Literal["broadcast", "shared", "pynccl"] | Store
-"""What kind of group: a process group; memory that the source shares with engines on its node; or a group of vLLM's,
-that its workers join by themselves, and that meets at a store of the source's. Members of the first two meet over the
-control plane. Of a store there is only the source's end: no engine is in a group with it."""
+Transport: TypeAlias = Literal["broadcast", "shared", "cuda_ipc", "pynccl"] | Store
+"""What kind of group: a process group; memory that the source shares with engines on its node, the host's or a GPU's;
+or a group of vLLM's, that its workers join by themselves, and that meets at a store of the source's. Members of the
+first three meet over the control plane. Of a store there is only the source's end: no engine is in a group with it."""
 
 STORES: tuple[Store, ...] = ("objects", "folder")
 """All of them."""
@@ -162,6 +162,8 @@ class TrainerStatus:
         node: Where it is, as :func:`~asyncsync.transports.memory_files.this_node` tells; empty if it shares no memory.
         shortage: Why there is not enough memory to share what it will send; None if there is.
         base_epochs: The updates whose bytes it can compare with, in this layout; the newest first.
+        no_ipc: Why what it will send cannot be shared by CUDA IPC; None if it can.
+        process: Which one it is, as :func:`~asyncsync.transports.device_memory.this_process` tells.
     """
 
     instance: str
@@ -179,6 +181,8 @@ class TrainerStatus:
     node: str = ""
     shortage: str | None = None
     base_epochs: tuple[int, ...] = ()
+    no_ipc: str | None = "the trainer's weights are on no GPU"
+    process: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,6 +225,9 @@ class EngineStatus:
             whatever else it has (``"kv_cache"``).
         base_epoch: The update whose bytes it holds, so that it can take what differs from them; None: it holds none so.
         no_deltas: Why it always takes whole buckets; None: it takes deltas.
+        no_ipc: Why it takes nothing by CUDA IPC; None: it does.
+        sees: The UUIDs of the GPUs that each of its ranks sees, where it takes CUDA IPC.
+        processes: Those of its ranks, as :func:`~asyncsync.transports.device_memory.this_process` tells.
     """
 
     instance: str
@@ -251,6 +258,9 @@ class EngineStatus:
     gpus: tuple[str, ...] = ()
     base_epoch: int | None = None
     no_deltas: str | None = "it takes whole tensors only"
+    no_ipc: str | None = "it opens no memory of another process's GPU"
+    sees: tuple[str, ...] = ()
+    processes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

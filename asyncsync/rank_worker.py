@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 import anyio
 import numpy as np
@@ -37,11 +37,13 @@ from asyncsync.held import HeldWeights, LaidOut, hold_nothing, hold_shards, hold
 from asyncsync.memory_saver.host_copies import HostCopies
 from asyncsync.messages import Contacts, ReadOptions, Rendezvous, SendReceipt, TrainerStatus, UpdateOrder
 from asyncsync.sender_thread import SenderThread
-from asyncsync.sending import Filler, OwnTensors, Sender
+from asyncsync.sending import Filler, OwnTensors, Repacked, Sender
 from asyncsync.shards import Holding, ShardPlan
 from asyncsync.shield import CLEANUP_TIMEOUT, shielded
 from asyncsync.threads import WorkerThread
 from asyncsync.transports.base import QUIET_TIMEOUT, Link
+from asyncsync.transports.cuda_ipc import IpcSourceLink
+from asyncsync.transports.device_memory import DeviceSets, this_process
 from asyncsync.transports.folder import FolderSourceLink
 from asyncsync.transports.memory_files import SharedSet, SharedSets, shared_nbytes, this_node
 from asyncsync.transports.seat import Seat
@@ -87,6 +89,7 @@ class RankWorker:
         self._awake = False
         self._resting: set[asyncio.Future[None]] = set()
         self._sets = SharedSets()
+        self._device_sets = DeviceSets()
         self._engine_seats: dict[str, Seat] = {}  # by group
         self._shard_seats: dict[int, Seat] = {}  # by the rank that brings something
         self._rank = 0
@@ -153,7 +156,7 @@ class RankWorker:
         if not options.delta:
             self._baseline = None
         held = None if options.snapshot is None else self._snapshot(options.snapshot)
-        plan, snapshot, _ = await self._sender.run_connecting(self._read, options, held)
+        plan, snapshot, no_ipc = await self._sender.run_connecting(self._read_to_describe, options, held)
         self._plan, self._gathers = plan, held.gathers if held else snapshot.gather is not None
         return TrainerStatus(
             instance=self._instance,
@@ -170,6 +173,8 @@ class RankWorker:
             node=this_node(),
             shortage=await asyncio.to_thread(self._sets.shortage, shared_nbytes(plan)),
             base_epochs=self._baseline.epochs_of(plan) if self._baseline is not None else (),
+            no_ipc=no_ipc,
+            process=this_process(),
         )
 
     def _snapshot(self, name: str) -> HeldWeights:
@@ -179,13 +184,17 @@ class RankWorker:
             )
         return self._held[name]
 
+    def _read_to_describe(self, options: ReadOptions, held: HeldWeights | None) -> tuple[Plan, Snapshot, str | None]:
+        plan, snapshot, _ = self._read(options, held)
+        return plan, snapshot, self._device_sets.why_not(shared_nbytes(plan))
+
     def _read(
         self, options: ReadOptions, held: HeldWeights | None = None, keep: bool = False
     ) -> tuple[Plan, Snapshot, HostCopies]:
         read = partial(self._source.read, name_map=options.name_map, dtype=options.dtype)
         snapshot = read() if held is None else held.snapshot
         plan = replan(self._plan, snapshot.specs, options.bucket_size, whole_tensors=options.whole_tensors)
-        home = snapshot.device
+        home = self._device_sets.device = snapshot.device
         if home.type == "cuda":
             self._sender.device = home.index
         if held is not None:
@@ -203,7 +212,9 @@ class RankWorker:
         """
         rank = rendezvous.shards_of
         if rank is None:
-            seat = self._engine_seats.setdefault(rendezvous.connection, Seat(self._guard, self._sets))
+            seat = self._engine_seats.setdefault(
+                rendezvous.connection, Seat(self._guard, self._sets, self._device_sets)
+            )
         else:
             seat = self._shard_seats.setdefault(rank, Seat(self._guard))
         self._sender.opened(rendezvous.connection)
@@ -227,7 +238,7 @@ class RankWorker:
         for name in [name for name, seat in self._engine_seats.items() if not seat.taken]:
             del self._engine_seats[name]
         if not self._engine_seats:
-            self._sets.clear()
+            self._clear_sets()
         await self._sender.left(connection)
 
     async def share_holdings(self, rank: int, holdings: tuple[Holding | None, ...]) -> tuple[int, ...]:
@@ -256,6 +267,10 @@ class RankWorker:
         for seat in self._seats:
             seat.close()
         self._engine_seats.clear()
+
+    def _clear_sets(self) -> None:
+        self._sets.clear()
+        self._device_sets.clear()
 
     def _break_off(self, links: _Links) -> bool:
         """Leave all groups in the middle; whether nothing touches the buffers any more. Blocks."""
@@ -607,6 +622,7 @@ class RankWorker:
         deltas = [link for link in links if link.connection in order.deltas]
         whole = [link for link in links if link not in deltas]
         arena = self._lay_out(order.epoch, plan, whole, held, stop)
+        filler = self._repacked(order.epoch, plan, filler, whole, stop)
         if not self._compares(links):
             self._baseline = None
             return SentChanges(self._bucket_sender.send(plan, filler, links, stop, witness, arena), None, {})
@@ -617,12 +633,12 @@ class RankWorker:
             raise OutOfStepError("another conductor had what this update is to be compared with dropped meanwhile")
         base.begin(plan, order.against)
         shared = self._lay_out(order.epoch, plan, deltas, None, stop)
-        routes = [Route(link, False, arena if isinstance(link, SharedSourceLink) else None) for link in whole]
+        routes = [Route(link, False, arena if _maps(link) else None) for link in whole]
         for link in deltas:
             if isinstance(link, FolderSourceLink):
                 routes += [Route(link, False), Route(link, True, beside=link.start_send_changes)]
             else:
-                routes.append(Route(link, True, shared if isinstance(link, SharedSourceLink) else None))
+                routes.append(Route(link, True, shared if _maps(link) else None))
         sent = self._delta_sender.send(plan, filler, base, routes, stop, witness)
         base.end(order.epoch)
         return sent
@@ -643,20 +659,36 @@ class RankWorker:
         lies = held.shared if held is not None and plan.digest == held.plan.digest else None
         taken = self._take_set(plan, links) if lies is None or self._is_read(lies, links) else lies
         for link in links:
-            if isinstance(link, SharedSourceLink) and taken is not None:
+            if _maps(link) and taken is not None:
                 link.begin(epoch, taken, len(plan.buckets))
         return None if taken is None else taken.memory
+
+    def _repacked(self, epoch: int, plan: Plan, filler: Filler, links: Sequence[Link], stop: threading.Event) -> Filler:
+        """What fills buckets, by way of the GPU's memory if engines open that.
+
+        Raises:
+            OutOfStepError: There is no memory for it (any more).
+        """
+        opened = [link for link in links if isinstance(link, IpcSourceLink)]
+        if not opened:
+            return filler
+        for link in opened:
+            link.hear()  # of what was let go of
+        taken = self._device_sets.take(shared_nbytes(plan))
+        for link in opened:
+            link.begin(epoch, taken, len(plan.buckets))
+        return Repacked(filler, taken.memory, stop)
 
     def _is_read(self, lies: SharedSet, links: Sequence[Link]) -> bool:
         """Whether an engine holds the set a snapshot lies in: it has switched, in an attempt that then failed."""
         for link in links:
-            if isinstance(link, SharedSourceLink):
+            if _maps(link):
                 link.hear()
         return any(not isinstance(holder, str) for holder, _ in lies.holders)
 
     def _take_set(self, plan: Plan, links: Sequence[Link]) -> SharedSet | None:
         """A set for engines that map it, if there are such."""
-        shared = [link for link in links if isinstance(link, SharedSourceLink)]
+        shared = [link for link in links if _maps(link)]
         for link in shared:
             link.hear()  # of what was let go of
         return self._sets.take(shared_nbytes(plan)) if shared else None
@@ -687,6 +719,7 @@ class RankWorker:
     def _free_device_buffers(self) -> None:
         self._bucket_sender.free_device_buffers()
         self._messages = [message for message in self._messages if message.device.type == "cpu"]
+        self._device_sets.give_back()
 
     async def abort_send(self, epoch: int) -> None:
         """See :class:`~asyncsync.trainer.Trainer`."""
@@ -718,13 +751,18 @@ class RankWorker:
     def close(self) -> None:
         """Leave the group and let the rank's threads end. Does not wait."""
         self._sender.clean_up(self._close_links)
-        self._sets.clear()
+        self._clear_sets()
         self._baseline = None
         self._sender.close()
         self._hasher.close()
 
     def _guard(self) -> MemorySaverGuard:
         return self._sender.guard()
+
+
+def _maps(link: Link) -> TypeGuard[SharedSourceLink]:
+    """Whether engines map what they get over a link."""
+    return isinstance(link, SharedSourceLink) and not isinstance(link, IpcSourceLink)
 
 
 class _Sending:

@@ -29,8 +29,9 @@ class EngineOutcome:
         state: Where the update left it.
         weight_version: The version it holds; None if it holds no whole version, or never said.
         digest: The digest of the weights it confirmed (32 hex digits), if it got that far.
-        transport: What its bytes came through, or were to: ``"shared"`` memory, a ``"broadcast"``, Ray ``"objects"``, a
-            ``"folder"``, or ``"pynccl"``, a broadcast of vLLM's own. None if it was not asked to receive.
+        transport: What its bytes came through, or were to: ``"shared"`` memory of the host, or of a GPU
+            (``"cuda_ipc"``), a ``"broadcast"``, Ray ``"objects"``, a ``"folder"``, or ``"pynccl"``, a broadcast of
+            vLLM's own. None if it was not asked to receive.
         delta: Whether only what differs from an earlier update was sent to it, or was to be (``delta=True``).
         bytes: Bytes that were sent to it, or to it and those beside it at once; None if it did not get the update.
         error: What it failed with, in words.

@@ -98,6 +98,44 @@ class OwnTensors:
         return bucket_parts(self._plan, bucket, self._tensors, scratch)
 
 
+class Repacked:
+    """Fills buckets from what it first copies to memory on a GPU. Satisfies :class:`Filler`.
+
+    Whatever other links the buckets go over, the weights are read once.
+
+    Args:
+        filler: Where the bytes come from.
+        memory: Flat uint8, laid out as the plan is, that nobody reads yet.
+        stop: Ends filling, from another thread.
+    """
+
+    def __init__(self, filler: Filler, memory: Tensor, stop: threading.Event) -> None:
+        self.buffers = filler.buffers
+        self._filler = filler
+        self._memory = memory
+        self._filled = -1
+        self._stop = stop
+
+    def hash_into(self, digests: StreamingDigests) -> bool:
+        return False
+
+    def lying(self, bucket: Bucket, device: str) -> Tensor | None:
+        return self._place(bucket) if device == self._memory.device.type else None
+
+    def expect(self, bucket: Bucket) -> None:
+        self._filler.expect(bucket)
+
+    def fill(self, bucket: Bucket, buffer: Tensor, stop: threading.Event) -> None:
+        buffer.copy_(self._place(bucket))
+
+    def _place(self, bucket: Bucket) -> Tensor:
+        place = self._memory[bucket.start : bucket.stop]
+        if self._filled < bucket.index:
+            self._filler.fill(bucket, place, self._stop)
+            self._filled = bucket.index
+        return place
+
+
 class Sender:
     """Sends whole sets of weights, one at a time, and keeps its buffers from one to the next.
 

@@ -119,12 +119,13 @@ class WeightSynchronizer:
         backend: ``"gloo"``, ``"nccl"``, or ``"auto"``: NCCL if all weights are on GPUs.
         transport: How bytes come to engines. ``"auto"``: through shared memory to those on the trainer's node that can
             take it (if there is enough, and NCCL does not do it), and through a broadcast to all others. ``"shared"``:
-            through shared memory only; an engine that cannot be reached so is a ConnectError. ``"broadcast"``: never
-            through shared memory. ``"objects"``: through Ray's object store. ``"folder"``: through files in ``folder``.
-            With these two the trainer stores all first, and engines fetch it: nothing is connected, and no port opened.
-            Or a function from an engine, as it was given, to one of these names, called whenever engines are asked how
-            they are. An engine that cannot be reached in the way that was named is a ConnectError. The outcomes say
-            which engine got it how.
+            through shared memory only; an engine that cannot be reached so is a ConnectError. With both it is memory of
+            the GPU (CUDA IPC) where the weights of all sources and of the engine are on GPUs. ``"cuda_ipc"``: through
+            that only. ``"broadcast"``: never through shared memory. ``"objects"``: through Ray's object store.
+            ``"folder"``: through files in ``folder``. With these two the trainer stores all first, and engines fetch
+            it: nothing is connected, and no port opened. Or a function from an engine, as it was given, to one of these
+            names, called whenever engines are asked how they are. An engine that cannot be reached in the way that was
+            named is a ConnectError. The outcomes say which engine got it how.
         folder: A folder, the same wherever the trainer and engines run, in which each version is published as
             safetensors files: for engines whose transport is ``"folder"``, and for other readers
             (:func:`asyncsync.read_weights`). The last two are kept.
@@ -203,8 +204,8 @@ class WeightSynchronizer:
             raise ValueError(f"transport must be one of {', '.join(TRANSPORTS)}, or a function, not {transport!r}")
         if transport == "folder" and folder is None:
             raise ValueError('transport="folder" needs a folder: give folder=')
-        if transport == "shared" and backend == "nccl":
-            raise ValueError('transport="shared" moves bytes without NCCL: leave backend out')
+        if transport in ("shared", "cuda_ipc") and backend == "nccl":
+            raise ValueError(f'transport="{transport}" moves bytes without NCCL: leave backend out')
         if policy not in get_args(Policy):
             raise ValueError(f"policy must be one of {', '.join(get_args(Policy))}, not {policy!r}")
         if asleep not in get_args(Asleep):

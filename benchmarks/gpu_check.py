@@ -8,6 +8,8 @@ deadline; one that crashes or hangs is recorded, and does not stop the others.
 * ``host_copies``: reading paused memory, for every kind of tensor, and what the driver says of memory;
 * ``tracking``: whose memory guarded work and bystanders allocate, and what is given back;
 * ``ipc``: the saver's memory repacked and shared with a second process, and how fast that copies it;
+* ``cuda_ipc``: updates through the GPU's memory, of weights that are the saver's, awake and paused (also to a second
+  GPU, if there is one);
 * ``gloo``: updates of CUDA weights over gloo, beside updates from host to host;
 * ``nccl``: between two GPUs, if there are two: NCCL refuses two ranks on one.
 

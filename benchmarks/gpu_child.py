@@ -61,6 +61,7 @@ CHECKS = {
         program=gpu_memory.tracking, beyond_cpu="disable(), whose memory it is, what the memory pool gives back"
     ),
     "ipc": Check(program=gpu_memory.ipc, beyond_cpu="repacking, CUDA IPC, copying on the GPU"),
+    "cuda_ipc": Check(program=gpu_updates.cuda_ipc, beyond_cpu="CUDA IPC, in place of shared memory of the host"),
     "gloo": Check(program=gpu_updates.gloo, hooked=False, beyond_cpu="copying to and from the GPU"),
     "nccl": Check(program=gpu_updates.nccl, hooked=False, gpus=2, beyond_cpu="NCCL"),
 }

@@ -11,7 +11,7 @@ import ctypes
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -75,10 +75,16 @@ class Place:
     Attributes:
         name: What it is called, and torch's device.
         saver: torch_memory_saver, if it is loaded and has something to take away here.
+        second: Torch's name of another such device, if there is one; else of the same.
+        transport: How weights come from here to another process of the same node.
+        engine: Makes an engine for this place, in a second process, of what ``PolicyEngine`` is made of; None: that.
     """
 
     name = "cpu"
     saver: Any = None
+    second = "cpu"
+    transport: Literal["shared", "cuda_ipc"] = "shared"
+    engine: Callable[..., Any] | None = None
 
     def put(self, tensor: Tensor) -> Tensor:
         """A copy of a tensor, with its strides and offset, and memory of its own."""
@@ -149,8 +155,10 @@ class CudaPlace(Place):
     """The first GPU that is seen."""
 
     name = "cuda"
+    transport = "cuda_ipc"
 
     def __init__(self) -> None:
+        self.second = "cuda:1" if torch.cuda.device_count() > 1 else "cuda:0"
         if door.hook() is not None:
             from torch_memory_saver import torch_memory_saver
 

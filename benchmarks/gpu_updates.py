@@ -182,6 +182,52 @@ async def guarded(place: Place, notes: Notes, quick: bool) -> None:
             notes.expect(f"{update}: next step is right", close, True)
 
 
+async def cuda_ipc(place: Place, notes: Notes, quick: bool) -> None:
+    """Updates through a GPU's memory that engines open by CUDA IPC: of weights of the saver's, awake and paused."""
+    shape = QUICK_SHAPE if quick else LARGE_SHAPE
+    policy, engine = place.put_module(Policy(shape, place.name)), place.engine or PolicyEngine
+    weights = list(policy.parameters())
+    fill(weights)
+    notes["bytes"] = sum(tensor.nbytes for tensor in weights)
+    notes["devices"] = [place.name, place.second]
+    async with (
+        Peer.start(engine, shape, place.name, True) as one,
+        Peer.start(engine, shape, place.second, False) as other,
+        asyncsync.WeightSynchronizer(
+            asyncsync.TrainerRank(policy), [one, other], transport=place.transport, timeout=TIMEOUT
+        ) as synchronizer,
+    ):
+        for number in range(QUICK_UPDATES if quick else UPDATES):
+            paused, update = number % 2 == 1, f"update {number + 1}"
+            with torch.no_grad():
+                layouts.change(weights)
+            expected = fingerprint(weights)
+            if paused:
+                notes.step(f"{update}: pausing")
+                place.pause()
+            notes.step(f"{update}: updating")
+            start = time.perf_counter()
+            report = await synchronizer.update_weights()
+            notes[f"{update}: seconds"] = round(time.perf_counter() - start, 4)
+            transports = [outcome.transport for outcome in report.outcomes]
+            notes.expect(f"{update}: transports", transports, [place.transport] * 2)
+            notes.expect(f"{update}: away", place.away(weights), place.paused if paused else "none")
+            notes[f"{update}: MB"] = place.memory()
+            found = await asyncio.gather(one.fingerprint.remote(), other.fingerprint.remote())
+            notes.expect(f"{update}: engines' bytes are equal", [each == expected for each in found], [True, True])
+            if paused:
+                notes.step(f"{update}: resuming")
+                place.resume()
+            notes.expect(f"{update}: trainer's bytes are equal", fingerprint(weights) == expected, True)
+
+
+def fill(weights: Sequence[Tensor]) -> None:
+    """Fill bfloat16 weights with numbers that are none of them NaN."""
+    with torch.no_grad():
+        for tensor in weights:
+            tensor.view(torch.int16).random_(0, 2**14)
+
+
 # -- without the guard ------------------------------------------------------------------------------------------------
 
 

@@ -6,13 +6,15 @@ starts in a second process imports this, too, and is not under the hook.
 
 from __future__ import annotations
 
+import sys
+
 from benchmarks import gpu_child
 from benchmarks.gpu_place import PLACES
 
 if __name__ == "__main__":
     from tests.cuda_stubs import device
-    from tests.cuda_stubs.place import StubPlace
+    from tests.cuda_stubs.place import StubGpuPlace, StubPlace
 
     device.install()
-    PLACES["cuda"] = StubPlace
+    PLACES["cuda"] = StubGpuPlace if "cuda_ipc" in sys.argv else StubPlace
     gpu_child.main()

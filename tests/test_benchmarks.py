@@ -185,7 +185,7 @@ def test_the_library_takes_part_over_each_of_its_transports() -> None:
     assert entries._names(union) == ["a", "b", "c"]
     names = {entry.name for entry in entries.all_entries() if entry.kind == "ours"}
     assert {entries.our_name("broadcast", staged=False), entries.REFERENCE} < names
-    assert len(names) == 2 * len([name for name in entries._names(Transport) if name != "pynccl"])
+    assert len(names) == 2 * len([name for name in entries._names(Transport) if name not in entries.ON_GPUS])
 
 
 def test_as_many_run_together_as_there_is_memory_for_and_none_beside_who_is_restless() -> None:
@@ -471,6 +471,7 @@ def test_without_a_gpu_its_check_runs_as_far_as_it_can_and_says_what_it_skipped(
         assert found[name]["trainer's bytes are equal"] is True
     assert found["host_copies"]["paused: bytes that are wrong"] == []
     assert found["ipc"]["bytes copied there are equal"] is True
+    assert found["cuda_ipc"]["update 2: engines' bytes are equal"] == [True, True]
     assert found["gloo"]["device / host"] > 0
 
 

@@ -280,6 +280,113 @@ def test_memory_that_cuda_ipc_cannot_share_is_copied_out_or_refused(run: Callabl
     assert found["can be shared"]
 
 
+# -- CUDA IPC ---------------------------------------------------------------------------------------------------------
+
+IPC = "tests.hooked_ipc"
+
+
+def test_weights_in_the_savers_memory_come_to_engines_by_cuda_ipc_bit_for_bit(run: Callable[..., Found]) -> None:
+    found = run("updated", IPC)
+    assert found["saver's"], "they could not be shared themselves"
+    assert found["equal"] == [[True, True]] * 5, "awake three times, paused, and started"
+    assert found["transports"] == [["cuda_ipc", "cuda_ipc"]] * 5
+    assert found["stays paused"]
+    assert found["made"] == [[True, True]] * 5, "on the guarded thread, and not the saver's"
+    assert found["opened"] == [[0, 0]] * 5, "engines have closed what they read"
+    assert (found["kept"], found["allocated"]) == ([0] * 5, 0), "a trainer that may sleep keeps no set"
+    assert found["in /dev/shm"] == []
+
+
+def test_a_trainer_that_does_not_sleep_keeps_one_set(run: Callable[..., Found]) -> None:
+    found = run("kept", IPC)
+    assert found == {"numbers": [[1]] * 4, "equal": [True] * 4, "left": 0}
+
+
+def test_one_update_goes_through_a_gpus_memory_and_other_ways(run: Callable[..., Found]) -> None:
+    found = run("mixed", IPC)
+    assert found["equal"] == [[True] * 3] * 2
+    assert found["transports"] == [["cuda_ipc", "broadcast", "shared"]] * 2
+
+
+@pytest.mark.parametrize(
+    ("case", "reason", "level"),
+    [
+        ("not capable", "CUDA IPC cannot share what torch allocates here (expandable segments", "WARNING"),
+        ("too little", "memory of the GPU for a set of the weights needs 5.41 kB, and there is 1 kB", "WARNING"),
+        ("hidden", "it does not see the trainer's GPU 0f3b8a51-0000-4000-8000-00000000000a", "DEBUG"),
+    ],
+)
+def test_what_cuda_ipc_cannot_do_is_told_before_anything_or_done_another_way(
+    run: Callable[..., Found], case: str, reason: str, level: str
+) -> None:
+    found = run("refused", IPC)[case]
+    assert f"Peer-0: {reason}" in found["error"]
+    assert found["calls"] == ["describe_engine"]
+    assert (found["auto"], found["equal"]) == ("shared", True)
+    assert found["told"][0].startswith(f"{level}: no CUDA IPC for Peer-0: {reason}")
+
+
+def test_memory_of_a_gpu_that_is_used_up_between_two_updates_ends_none(run: Callable[..., Found]) -> None:
+    found = run("used_up", IPC)
+    assert found["transports"] == [["cuda_ipc"] * 2, ["shared"] * 2, ["cuda_ipc"] * 2]
+    assert found["equal"] == [[True, True]] * 3
+
+
+def test_a_set_is_open_for_one_update_and_closed_before_it_is_let_go_of(run: Callable[..., Found]) -> None:
+    found = run("lines", IPC)
+    assert found["equal"] == [True] * 3
+    assert found["open"] == [[1, 1, 1], [0, 0, 0]] * 3, "opened, leases, held at the source"
+    assert found["numbers"] == [1, 1, 1]
+    assert found["order here"] == ["synchronize", "synchronize", "says with 0 open"], "read, closed, said"
+    assert found["order there"] == ["stream", "told"], "written, told"
+
+
+def test_memory_that_an_engine_has_open_is_never_written_to_or_freed(run: Callable[..., Found]) -> None:
+    found = run("left", IPC)
+    assert found["retired"] == [0, 1], "none to be given, one open elsewhere"
+    assert (found["bytes stay"], found["others"], found["allocated"]) == (True, True, 2)
+    assert found["closed"] == [0, [1, 0], 1], "freed once it was closed"
+
+
+def test_a_source_that_is_killed_in_the_middle_is_heard_at_once(run: Callable[..., Found]) -> None:
+    found = run("killed", IPC)
+    assert (found["waits"], found["dead"]) == (True, True)
+    assert (found["error"], found["peers"]) == ("the source has left the group", [["a group", 0]])
+    assert found["open"] == [1, 0]
+
+
+def test_an_engine_that_is_killed_with_a_set_open_is_heard_and_the_memory_is_freed(run: Callable[..., Found]) -> None:
+    found = run("engine_killed", IPC)
+    assert (found["waits"], found["error"]) == (True, "rank 1 has left the group")
+    assert (found["open"], found["left"]) == ([1, 1, 0], 0)
+
+
+@pytest.mark.parametrize(
+    ("what", "reason"),
+    [
+        ("no share", "says what nobody understands"),
+        ("a share cut short", "says what nobody understands"),
+        ("a share too long", "says what nobody understands"),
+        ("more than buckets", "says what nobody understands"),
+        ("no handle", "cannot be opened"),
+        ("another GPU", "GPU 0f3b8a51-0000-4000-8000-00000000000b, which this process does not see"),
+    ],
+)
+def test_what_is_no_share_of_a_gpu_that_is_seen_is_not_opened(
+    run: Callable[..., Found], what: str, reason: str
+) -> None:
+    error, opened, leases = run("strange", IPC)[what]
+    assert reason in error
+    assert (opened, leases) == (0, 0)
+
+
+def test_a_forked_child_keeps_nothing_of_a_gpu_open_and_closes_nothing(run: Callable[..., Found]) -> None:
+    found = run("forked", IPC)
+    here, there = found["pipes"]
+    assert here - there == 3, "a lease, and both ends of one"
+    assert (found["open"], found["equal"], found["left"]) == (1, True, 0)
+
+
 # -- the life of a trainer that sleeps --------------------------------------------------------------------------------
 
 
@@ -333,7 +440,7 @@ def check(hooked: dict[str, str]) -> Callable[[str], gpu_check.Outcome]:
     return check
 
 
-@pytest.mark.parametrize("name", ["guarded", "host_copies", "tracking", "unguarded_host_copies"])
+@pytest.mark.parametrize("name", ["guarded", "host_copies", "tracking", "cuda_ipc", "unguarded_host_copies"])
 def test_what_must_hold_on_a_gpu_holds_over_the_stubs(check: Callable[[str], gpu_check.Outcome], name: str) -> None:
     outcome = check(name)
     assert (outcome.outcome, outcome.why) == ("ok", ""), outcome.stderr

@@ -10,7 +10,7 @@ arenas are of the size of what it holds.
 
 Where the source shares its memory, a staged engine on the CPU *adopts* that as its next arena, and copies nothing; when
 the one after is in service, it lets go of it. An engine of another kind takes buckets from where they lie, as it takes
-them from a bounce buffer.
+them from a bounce buffer; so does every engine where they lie on a GPU.
 
 What differs from the update in service may come in place of a bucket. In place, it is written over the weights. A
 staged engine writes it to its other arena, which holds the update before that: so it keeps what the last update

@@ -196,6 +196,9 @@ def _join(statuses: Sequence[EngineStatus]) -> EngineStatus:
         released=tuple(sorted({tag for status in statuses for tag in status.released})),
         base_epoch=front.base_epoch if len({status.base_epoch for status in statuses}) == 1 else None,
         no_deltas=next((status.no_deltas for status in statuses if status.no_deltas is not None), None),
+        no_ipc=next((status.no_ipc for status in statuses if status.no_ipc is not None), None),
+        sees=tuple(gpu for gpu in front.sees if all(gpu in status.sees for status in statuses)),
+        processes=tuple(process for status in statuses for process in status.processes),
     )
 
 

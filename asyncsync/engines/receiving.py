@@ -296,7 +296,14 @@ def receive_buckets(session: Session) -> str:
             take_envelope(session, bucket, inboxes[source], bucket.start - starts[source], lent[source] is not None)
         return _all_taken(session, read)
     # What is not adopted is let go of as soon as all was copied in; if that fails, by the end of the link.
-    read = [one for one in lent if one is not None and not loader.adopt(one)]
+    read = [one for one in lent if one is not None and not (one.stays and loader.adopt(one))]
+    _take_buckets(session, lent, starts)
+    return _all_taken(session, read)
+
+
+def _take_buckets(session: Session, lent: Sequence[LentArena | None], starts: Sequence[int]) -> None:
+    """Take whole buckets, while others are on their way. Nothing here is a view of what was lent once it is over."""
+    plan, loader, links = session.plan, session.loader, session.links
     on_the_way: deque[tuple[Bucket, Tensor, object]] = deque()
 
     def link_of(bucket: Bucket) -> Link:
@@ -319,7 +326,6 @@ def receive_buckets(session: Session) -> str:
         on_the_way.append((bucket, buffer, link_of(bucket).start_receive(buffer)))
     while on_the_way:
         take_oldest()
-    return _all_taken(session, read)
 
 
 def take_envelope(session: Session, bucket: Bucket, inbox: Inbox, start: int, lent: bool) -> None:

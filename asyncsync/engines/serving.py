@@ -20,7 +20,7 @@ from torch import nn
 
 from asyncsync import cluster
 from asyncsync.buckets import Plan, list_names
-from asyncsync.devices import gpu_of, home_of
+from asyncsync.devices import gpu_of, home_of, visible_gpus
 from asyncsync.digests import Digests
 from asyncsync.engines.base import EngineReceipt
 from asyncsync.engines.binding import Binding, bind, local_tensors, module_shards
@@ -37,6 +37,7 @@ from asyncsync.sending import Filler, OwnTensors, Sender
 from asyncsync.shield import shielded
 from asyncsync.threads import RenewedThread, WorkerThread
 from asyncsync.transports.base import Link
+from asyncsync.transports.device_memory import this_process, why_not_opened
 from asyncsync.transports.memory_files import this_node
 from asyncsync.transports.stored import StoringLink
 from asyncsync.transports.stores import stores_here
@@ -145,6 +146,9 @@ class ServedModule:
             released=tuple(sorted(released)),
             base_epoch=self._base_epoch if binding is not None else None,
             no_deltas="it holds shards of its weights" if shards else None,
+            no_ipc=why_not_opened(self._home),
+            sees=visible_gpus() if self._home.type == "cuda" else (),
+            processes=(this_process(),),
         )
         session = self.receiver.session
         if session is not None and session.loader.touched and status.tainted is None:

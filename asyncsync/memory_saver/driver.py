@@ -56,14 +56,19 @@ def is_ipc_capable(tensor: Tensor) -> bool:
 
 def _attribute(tensor: Tensor, attribute: int) -> bool:
     value = ctypes.c_int(0)
-    result = _driver().cuPointerGetAttribute(ctypes.byref(value), attribute, ctypes.c_void_p(tensor.data_ptr()))
+    result = library().cuPointerGetAttribute(ctypes.byref(value), attribute, ctypes.c_void_p(tensor.data_ptr()))
     if result not in (_SUCCESS, _INVALID_VALUE):
         raise MemorySaverError(f"the CUDA driver does not tell about memory at {tensor.data_ptr():#x}: error {result}")
     return result == _SUCCESS and bool(value.value)  # an address that it does not know has no memory, either
 
 
 @cache
-def _driver() -> ctypes.CDLL:
+def library() -> ctypes.CDLL:
+    """The driver's library.
+
+    Raises:
+        MemorySaverError: It cannot be loaded.
+    """
     try:
         return ctypes.CDLL("libcuda.so.1")
     except OSError as error:

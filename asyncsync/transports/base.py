@@ -20,9 +20,11 @@ class LentArena(Protocol):
 
     Attributes:
         memory: Flat uint8.
+        stays: Whether it stays what it is if the source ends, so that an engine may serve from it.
     """
 
     memory: Tensor
+    stays: bool
 
     def let_go(self) -> None:
         """Say that nobody here reads it any more: the source will write to it again. A second call does nothing."""

@@ -13,8 +13,10 @@ import itertools
 import os
 import threading
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
@@ -146,8 +148,41 @@ def is_sealed(fd: int, nbytes: int) -> bool:
     return bool(seals & _F_SEAL_SHRINK) and os.fstat(fd).st_size == nbytes
 
 
-class SharedSet:
-    """Memory for a whole set of weights, mapped at the source.
+class WeightSet(ABC):
+    """Memory for a whole set of weights, at the source, that others read.
+
+    Args:
+        number: Its own, among all of its source.
+        memory: Flat uint8.
+        fd: The descriptor that is passed on with it.
+
+    Attributes:
+        number: Its own, among all of its source.
+        memory: Flat uint8.
+        fd: The descriptor that is passed on with it.
+        holders: Who may read it: each end that was given it, and has not let go of it, with the update it was for.
+        retired: Whether somebody may read it who will not say when he does no more: it is never written to again.
+    """
+
+    def __init__(self, number: int, memory: Tensor, fd: int) -> None:
+        self.number = number
+        self.memory = memory
+        self.fd = fd
+        self.holders: set[tuple[object, int]] = set()
+        self.retired = False
+        _made.add(self)
+
+    @abstractmethod
+    def close_here(self) -> None:
+        """In a child that was forked: keep no descriptor, which would keep the memory."""
+
+    def __repr__(self) -> str:
+        state = "retired" if self.retired else f"held by {len(self.holders)}" if self.holders else "free"
+        return f"<{type(self).__name__} {self.number}: {format_bytes(self.memory.numel())}, {state}>"
+
+
+class SharedSet(WeightSet):
+    """A set in a file in memory, mapped at the source; ``fd`` is the file's.
 
     Args:
         number: Its own, among all of its source.
@@ -155,35 +190,20 @@ class SharedSet:
 
     Raises:
         OSError: There is no memory for it.
-
-    Attributes:
-        number: Its own, among all of its source.
-        memory: Flat uint8.
-        fd: The file's descriptor.
-        holders: Who may read it: each end that was given it, and has not let go of it, with the update it was for.
-        retired: Whether somebody may read it who will not say when he does no more: it is never written to again.
     """
 
     def __init__(self, number: int, nbytes: int) -> None:
-        self.number = number
-        self.fd = new_memory_file(nbytes)
-        self._closing = weakref.finalize(self, os.close, self.fd)
-        self.memory = Mapping(self.fd, nbytes, private=False).memory
-        seal(self.fd)
-        _made.add(self)
-        self.holders: set[tuple[object, int]] = set()
-        self.retired = False
+        fd = new_memory_file(nbytes)
+        self._closing = weakref.finalize(self, os.close, fd)
+        super().__init__(number, Mapping(fd, nbytes, private=False).memory, fd)
+        seal(fd)
 
     def close_here(self) -> None:
-        """In a child that was forked: keep no descriptor, which would keep the file."""
+        """See :class:`WeightSet`."""
         self._closing()
 
-    def __repr__(self) -> str:
-        state = "retired" if self.retired else f"held by {len(self.holders)}" if self.holders else "free"
-        return f"<SharedSet {self.number}: {format_bytes(self.memory.numel())}, {state}>"
 
-
-_made: weakref.WeakSet[SharedSet] = weakref.WeakSet()
+_made: weakref.WeakSet[WeightSet] = weakref.WeakSet()
 
 
 def _close_in_child() -> None:
@@ -194,24 +214,43 @@ def _close_in_child() -> None:
 os.register_at_fork(after_in_child=_close_in_child)
 
 
-class SharedSets:
-    """The sets of one source: two that change places, and more only while somebody stays behind on an old one.
+S = TypeVar("S", bound=WeightSet)
+
+
+class WeightSets(ABC, Generic[S]):
+    """The sets of one source: a few that change places, and more only while somebody stays behind on an old one.
 
     Whoever was given a set holds it until he has let go. One that ends without (by death, failure or leaving) retires
-    it: the source never writes to it again, and the kernel frees it when the last who maps it is gone.
+    it: the source never writes to it again.
 
     Args:
         available: Gives how many bytes can still be allocated.
+        usual: How many there are as a rule.
+        kind: What errors call the memory.
     """
 
-    def __init__(self, available: Callable[[], int | None] = available_memory) -> None:
+    def __init__(self, available: Callable[[], int | None], usual: int, kind: str) -> None:
         self._available = available
+        self._usual = usual
+        self._kind = kind
         self._numbers = itertools.count(1)
-        self._sets: list[SharedSet] = []
+        self._sets: list[S] = []
         self._mutex = threading.RLock()  # ends are closed from other threads; and the garbage collector may close one
 
     def __repr__(self) -> str:
-        return f"<SharedSets: {self._sets}>"
+        return f"<{type(self).__name__}: {self._sets}>"
+
+    @abstractmethod
+    def _make(self, number: int, nbytes: int) -> S:
+        """A new one.
+
+        Raises:
+            OSError: There is no memory for it.
+        """
+
+    def _fits(self, made: S, nbytes: int) -> bool:
+        """Whether one that is there can be given for weights of a size."""
+        return made.memory.numel() == nbytes
 
     @property
     def numbers(self) -> frozenset[int]:
@@ -220,9 +259,9 @@ class SharedSets:
             return frozenset(each.number for each in self._sets if not each.retired)
 
     def shortage(self, nbytes: int) -> str | None:
-        """Why there cannot be two sets of this size; None if there can."""
+        """Why there cannot be as many sets of this size as there are as a rule; None if there can."""
         with self._mutex:
-            missing = SETS - len([each for each in self._sets if not each.retired and each.memory.numel() == nbytes])
+            missing = self._usual - len([each for each in self._sets if not each.retired and self._fits(each, nbytes)])
         return self._shortage(missing, nbytes)
 
     def _shortage(self, count: int, nbytes: int) -> str | None:
@@ -231,20 +270,20 @@ class SharedSets:
             return None
         sets = "a set" if count == 1 else f"{count} sets"
         return (
-            f"shared memory for {sets} of the weights needs {format_bytes(count * nbytes)}, "
+            f"{self._kind} for {sets} of the weights needs {format_bytes(count * nbytes)}, "
             f"and there is {format_bytes(available)} of memory left"
         )
 
-    def take(self, nbytes: int) -> SharedSet:
+    def take(self, nbytes: int) -> S:
         """A set that nobody reads, to be written anew.
 
         Raises:
             OutOfStepError: There is no memory for one (any more).
         """
         with self._mutex:
-            self._sets = [each for each in self._sets if not each.retired and each.memory.numel() == nbytes]
+            self._sets = [each for each in self._sets if not each.retired and self._fits(each, nbytes)]
             free = [each for each in self._sets if not each.holders]
-            surplus = max(0, len(self._sets) - SETS)
+            surplus = max(0, len(self._sets) - self._usual)
             for each in free[1:][:surplus]:
                 self._sets.remove(each)
             if free:
@@ -252,13 +291,13 @@ class SharedSets:
             if (shortage := self._shortage(1, nbytes)) is not None:
                 raise OutOfStepError(shortage)
             try:
-                new = SharedSet(next(self._numbers), nbytes)
+                new = self._make(next(self._numbers), nbytes)
             except OSError as error:
-                raise OutOfStepError(f"shared memory of {format_bytes(nbytes)} cannot be had: {error}") from error
+                raise OutOfStepError(f"{self._kind} of {format_bytes(nbytes)} cannot be had: {error}") from error
             self._sets.append(new)
             return new
 
-    def lend(self, lent: SharedSet, holder: object, epoch: int) -> None:
+    def lend(self, lent: WeightSet, holder: object, epoch: int) -> None:
         """Note that an end is given a set."""
         with self._mutex:
             lent.holders.add((holder, epoch))
@@ -287,3 +326,17 @@ class SharedSets:
         """Keep nothing: no end is connected any more."""
         with self._mutex:
             self._sets = []
+
+
+class SharedSets(WeightSets[SharedSet]):
+    """Sets in files in memory: two that change places, as engines adopt them. The kernel frees what was retired.
+
+    Args:
+        available: Gives how many bytes can still be allocated.
+    """
+
+    def __init__(self, available: Callable[[], int | None] = available_memory) -> None:
+        super().__init__(available, SETS, "shared memory")
+
+    def _make(self, number: int, nbytes: int) -> SharedSet:
+        return SharedSet(number, nbytes)

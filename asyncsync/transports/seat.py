@@ -11,6 +11,8 @@ from asyncsync.guard import MemorySaverGuard
 from asyncsync.messages import STORES, Contacts, Rendezvous
 from asyncsync.transports.base import GroupJoining, Link
 from asyncsync.transports.broadcast import Joining
+from asyncsync.transports.cuda_ipc import IpcJoining
+from asyncsync.transports.device_memory import DeviceSets
 from asyncsync.transports.memory_files import SharedSets
 from asyncsync.transports.pynccl import PyNcclJoining
 from asyncsync.transports.shared import SharedJoining
@@ -22,15 +24,22 @@ class Seat:
 
     Args:
         guard: Makes the guard under which, and on whose thread, groups are joined and left.
-        sets: At a source: where weights come to lie that are shared.
+        sets: At a source: where weights come to lie that are shared,
+        device_sets: and where on its GPU.
 
     Attributes:
         link: The member's end of the group it has joined, or None.
     """
 
-    def __init__(self, guard: Callable[[], MemorySaverGuard], sets: SharedSets | None = None) -> None:
+    def __init__(
+        self,
+        guard: Callable[[], MemorySaverGuard],
+        sets: SharedSets | None = None,
+        device_sets: DeviceSets | None = None,
+    ) -> None:
         self._guard = guard
         self._sets = sets
+        self._device_sets = device_sets
         self._joining: tuple[GroupJoining, asyncio.Future[None]] | None = None
         self.link: Link | None = None
 
@@ -68,6 +77,8 @@ class Seat:
             joining = PyNcclJoining(rendezvous, address=address)
         elif rendezvous.transport == "shared":
             joining = SharedJoining(rendezvous, sets=self._sets)
+        elif rendezvous.transport == "cuda_ipc":
+            joining = IpcJoining(rendezvous, sets=self._device_sets)
         elif rendezvous.transport in STORES:
             joining = StoreJoining(rendezvous)
         else:

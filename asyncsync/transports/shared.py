@@ -25,13 +25,14 @@ import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import contextmanager, suppress
+from typing import Any
 
 from torch import Tensor
 
 from asyncsync.errors import ConnectError, LinkLostError, TransferError
 from asyncsync.messages import PROTOCOL_VERSION, Contacts, Rendezvous
 from asyncsync.transports.base import LentArena
-from asyncsync.transports.memory_files import Mapping, SharedSet, SharedSets, is_sealed
+from asyncsync.transports.memory_files import Mapping, WeightSet, WeightSets, is_sealed
 
 HELLO_TIMEOUT = 5.0
 """Seconds within which who connects must say who it is."""
@@ -43,9 +44,9 @@ _MAGIC = b"asyncsync"
 _HELLO = struct.Struct("!9sHI")  # then the group's name
 _WELCOME = b"welcome"
 _TO_ENGINE = struct.Struct("!BQQQ")  # what, the update's epoch, two numbers
-_SET, _BUCKETS, _FORGET = 1, 2, 3  # set and bytes (and a descriptor, if it is new there); how many are there; which set
+SET, _BUCKETS, _FORGET = 1, 2, 3  # set and bytes (and a descriptor, if it is new there); how many are there; which set
 _TO_SOURCE = struct.Struct("!BQQ")  # what, the update's epoch, a number
-_TAKEN, _LET_GO = 1, 2  # all of an update; which set
+_TAKEN, LET_GO = 1, 2  # all of an update; which set
 
 _sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
@@ -75,7 +76,7 @@ class SharedJoining:
         ConnectError: The two ends speak different protocols.
     """
 
-    def __init__(self, rendezvous: Rendezvous, *, sets: SharedSets | None) -> None:
+    def __init__(self, rendezvous: Rendezvous, *, sets: WeightSets[Any] | None) -> None:
         if rendezvous.protocol != PROTOCOL_VERSION:
             raise ConnectError(
                 f"this end speaks asyncsync protocol {PROTOCOL_VERSION}, the other {rendezvous.protocol}: "
@@ -88,6 +89,8 @@ class SharedJoining:
         self._stopped = threading.Event()
         self._contacts: Future[Contacts] = Future()
         self._introduced: Future[Contacts] = Future()
+        self._source_link: type[SharedSourceLink] = SharedSourceLink
+        self._engine_link: type[SharedEngineLink] = SharedEngineLink
 
     def join(self) -> SharedSourceLink | SharedEngineLink:
         """Collective. Make the lines. Blocks until all members are there: called on the member's worker thread.
@@ -130,7 +133,7 @@ class SharedJoining:
 
     # -- the source ---------------------------------------------------------------------------------------------------
 
-    def _listen(self, sets: SharedSets, deadline: float) -> SharedSourceLink:
+    def _listen(self, sets: WeightSets[Any], deadline: float) -> SharedSourceLink:
         expected = set(range(1, self.rendezvous.world_size))
         late = f"the other members did not come within {self.rendezvous.join_timeout:.3g} s"
         joined: dict[int, socket.socket] = {}
@@ -164,7 +167,7 @@ class SharedJoining:
             finally:
                 for stranger in strangers:
                     stranger.close()
-        return SharedSourceLink(self.rendezvous.connection, joined, sets)
+        return self._source_link(self.rendezvous.connection, joined, sets)
 
     def _accept(self, listener: socket.socket, strangers: dict[socket.socket, float], most: int) -> None:
         try:
@@ -217,7 +220,7 @@ class SharedJoining:
         except BaseException:
             line.close()
             raise
-        return SharedEngineLink(self.rendezvous.connection, self.rendezvous.rank, line)
+        return self._engine_link(self.rendezvous.connection, self.rendezvous.rank, line)
 
 
 def _readable(sockets: Sequence[socket.socket], timeout: float) -> list[socket.socket]:
@@ -263,11 +266,11 @@ class _Peer:
         self.told = 0  # how many buckets it knows of
         self.taken_epoch = 0
 
-    def say(self, what: int, epoch: int, *numbers: int, fds: Sequence[int] = ()) -> bool:
+    def say(self, what: int, epoch: int, *numbers: int, fds: Sequence[int] = (), more: bytes = b"") -> bool:
         """Whether a message has left: not if the line is full, or broken, which is found out by hearing."""
         if self.line is None:
             return False
-        message = _TO_ENGINE.pack(what, epoch, *numbers, *[0] * (2 - len(numbers)))
+        message = _TO_ENGINE.pack(what, epoch, *numbers, *[0] * (2 - len(numbers))) + more
         try:
             socket.send_fds(self.line, [message], list(fds))
         except OSError:
@@ -284,7 +287,7 @@ class _Peer:
             if len(said) != _TO_SOURCE.size:
                 raise ConnectionError
             what, epoch, number = _TO_SOURCE.unpack(said)
-            if what not in (_TAKEN, _LET_GO):
+            if what not in (_TAKEN, LET_GO):
                 raise ConnectionError
             yield what, epoch, number
 
@@ -299,7 +302,7 @@ class SharedSourceLink:
 
     device = "cpu"
 
-    def __init__(self, connection: str, lines: dict[int, socket.socket], sets: SharedSets) -> None:
+    def __init__(self, connection: str, lines: dict[int, socket.socket], sets: WeightSets[Any]) -> None:
         self.connection = connection
         self._sets = sets
         self._peers = [_Peer(rank, line) for rank, line in sorted(lines.items())]
@@ -309,7 +312,7 @@ class SharedSourceLink:
 
     def __repr__(self) -> str:
         lines = sum(peer.line is not None for peer in self._peers)
-        return f"<SharedSourceLink {self.connection[:8]}: {'closed' if self._closed else f'{lines} lines'}>"
+        return f"<{type(self).__name__} {self.connection[:8]}: {'closed' if self._closed else f'{lines} lines'}>"
 
     def hear(self) -> None:
         """Take note of what engines have said. Does not wait."""
@@ -333,7 +336,7 @@ class SharedSourceLink:
             line.close()
             self._sets.ended(peer)
 
-    def begin(self, epoch: int, lent: SharedSet, buckets: int) -> None:
+    def begin(self, epoch: int, lent: WeightSet, buckets: int) -> None:
         """Tell engines where an update's weights come to lie, and in how many steps."""
         with self._mutex:
             self._epoch, self._buckets, self._there = epoch, buckets, 0
@@ -342,13 +345,18 @@ class SharedSourceLink:
                 for number in peer.known - self._sets.numbers:
                     if peer.say(_FORGET, epoch, number):
                         peer.known.discard(number)
-                fds = [] if lent.number in peer.known else [lent.fd]
                 if peer.line is not None:
                     self._sets.lend(lent, peer, epoch)  # before it can read: if saying fails, nobody ever lets go
-                    if peer.say(_SET, epoch, lent.number, lent.memory.numel(), fds=fds):
-                        peer.known.add(lent.number)
-                    else:
+                    if not self._give(peer, epoch, lent):
                         self._end(peer)
+
+    def _give(self, peer: _Peer, epoch: int, lent: WeightSet) -> bool:
+        """Tell an engine where a set is; whether that has left."""
+        fds = [] if lent.number in peer.known else [lent.fd]
+        is_said = peer.say(SET, epoch, lent.number, lent.memory.numel(), fds=fds)
+        if is_said:
+            peer.known.add(lent.number)
+        return is_said
 
     def start_send(self, flat: Tensor) -> int:
         """Tell engines that the next bucket lies in the set."""
@@ -414,8 +422,10 @@ class SharedSourceLink:
         """Nothing: :meth:`wait` has heard it."""
 
 
-class _Lent:
+class Lent:
     """A set that an engine was lent. Satisfies :class:`~asyncsync.transports.base.LentArena`."""
+
+    stays = True
 
     def __init__(self, link: weakref.ref[SharedEngineLink], number: int, mapping: Mapping) -> None:
         self._link = link
@@ -434,7 +444,7 @@ class _Lent:
         """Say that nobody here reads it any more."""
         epoch, self.epoch = self.epoch, None
         if epoch is not None and (link := self._link()) is not None:
-            link.say(_LET_GO, epoch, self._number)
+            link.say(LET_GO, epoch, self._number)
 
     def tidy(self) -> None:
         """Have it show the source's bytes also where this process has written."""
@@ -452,6 +462,7 @@ class SharedEngineLink:
     """
 
     device = "cpu"
+    _more = 0  # bytes that follow where a set is given
 
     def __init__(self, connection: str, rank: int, line: socket.socket) -> None:
         self.connection = connection
@@ -459,12 +470,12 @@ class SharedEngineLink:
         self._line: socket.socket | None = line
         weakref.finalize(self, line.close).atexit = False  # of an engine that was only dropped
         self._mutex = threading.RLock()
-        self._sets: dict[int, _Lent] = {}
+        self._sets: dict[int, Lent] = {}
         self._epoch = self._there = self._started = 0
 
     def __repr__(self) -> str:
         state = "closed" if self._line is None else f"{len(self._sets)} sets mapped"
-        return f"<SharedEngineLink {self.connection[:8]} rank {self._rank}: {state}>"
+        return f"<{type(self).__name__} {self.connection[:8]} rank {self._rank}: {state}>"
 
     def arena(self, epoch: int, nbytes: int, stop: threading.Event) -> LentArena:
         """The set in which an update's weights come to lie; it is to be let go of once. Blocks.
@@ -477,19 +488,21 @@ class SharedEngineLink:
             pass
         return lent
 
-    def _hear(self, nbytes: int | None, stop: threading.Event) -> _Lent | None:
+    def _hear(self, nbytes: int | None, stop: threading.Event) -> Lent | None:
         """Wait for a message, and follow it; the set that it gives for this update, if it does."""
-        with self._received(stop) as (what, epoch, first, second, fds):
+        with self._received(stop) as (what, epoch, first, second, fds, more):
             late = epoch < self._epoch
             if what == _FORGET:
                 self._sets.pop(first, None)
             elif what == _BUCKETS and epoch == self._epoch:
                 self._there = first
-            elif what == _SET and late:
-                self._set(first, second, second, fds)  # it is known here from now on, as the source takes it to be
-                self.say(_LET_GO, epoch, first)
-            elif what == _SET and epoch == self._epoch and nbytes is not None:
-                lent = self._set(first, second, nbytes, fds)
+            elif what == SET and late:
+                self._note(first, second, fds)
+                self.say(LET_GO, epoch, first)
+            elif what == SET and epoch == self._epoch and nbytes is not None:
+                if second != nbytes:
+                    raise self._lost(f"the source shares {second} bytes, and the weights have {nbytes}")
+                lent = self._set(first, nbytes, fds, more)
                 if lent.epoch is not None:
                     raise self._lost("the source shares memory that is still in use here")
                 lent.lend(epoch)
@@ -498,9 +511,11 @@ class SharedEngineLink:
                 raise self._lost(f"the source speaks of another update than that of epoch {self._epoch}")
         return None
 
-    def _set(self, number: int, nbytes: int, expected: int, fds: Sequence[int]) -> _Lent:
-        if nbytes != expected:
-            raise self._lost(f"the source shares {nbytes} bytes, and the weights have {expected}")
+    def _note(self, number: int, nbytes: int, fds: Sequence[int]) -> None:
+        """A set of an update that is over: it is known here from now on, as the source takes it to be."""
+        self._set(number, nbytes, fds, b"")
+
+    def _set(self, number: int, nbytes: int, fds: Sequence[int], more: bytes) -> Lent:
         if number not in self._sets:
             if len(fds) != 1 or not is_sealed(fds[0], nbytes):
                 raise self._lost("the source shares what is no sealed file in memory")
@@ -508,11 +523,11 @@ class SharedEngineLink:
                 mapping = Mapping(fds[0], nbytes, private=True)
             except OSError as error:
                 raise self._lost(str(error)) from error
-            self._sets[number] = _Lent(weakref.ref(self), number, mapping)
+            self._sets[number] = Lent(weakref.ref(self), number, mapping)
         return self._sets[number]
 
     @contextmanager
-    def _received(self, stop: threading.Event) -> Iterator[tuple[int, int, int, int, Sequence[int]]]:
+    def _received(self, stop: threading.Event) -> Iterator[tuple[int, int, int, int, Sequence[int], bytes]]:
         """One message, whose descriptors are closed in the end."""
         while True:
             with self._mutex:
@@ -531,9 +546,10 @@ class SharedEngineLink:
         try:
             if not message:
                 raise self._lost("the source has left the group")
-            if len(message) != _TO_ENGINE.size:
+            head, more = message[: _TO_ENGINE.size], message[_TO_ENGINE.size :]
+            if len(head) != _TO_ENGINE.size or len(more) != (self._more if head[0] == SET else 0):
                 raise self._lost("the source says what nobody understands")
-            yield (*_TO_ENGINE.unpack(message), fds)
+            yield (*_TO_ENGINE.unpack(head), fds, more)
         finally:
             for fd in fds:
                 os.close(fd)

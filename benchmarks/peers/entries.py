@@ -174,6 +174,9 @@ REFERENCE_BETWEEN_NODES = our_name("broadcast", staged=True)
 
 FLOOR = "memcpy"
 
+ON_GPUS = ("pynccl", "cuda_ipc")
+"""Transports between GPUs."""
+
 
 def _names(literals: Any) -> list[str]:
     """What a Literal, or a union of some, allows."""
@@ -182,7 +185,7 @@ def _names(literals: Any) -> list[str]:
 
 def all_entries() -> list[Entry]:
     """Everyone."""
-    transports = [name for name in _names(Transport) if name != "pynccl"]  # which is vLLM's own, over NCCL
+    transports = [name for name in _names(Transport) if name not in ON_GPUS]
     ours = [
         Entry(
             name=our_name(transport, staged=staged),

@@ -1,13 +1,16 @@
-/* As much of the CUDA runtime as torch_memory_saver's preload library calls; "device" memory is this process's own. */
+/* As much of the CUDA runtime as torch_memory_saver's preload library calls; "device" memory is this process's own,
+ * in a file that another process can open (libcuda.c).
+ */
 #define _GNU_SOURCE
 #include <stddef.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 enum { cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorMemoryAllocation = 2 };
 
-int stub_add_plain(void *start, size_t size);
+int stub_add_plain(void *start, size_t size, int file);
 size_t stub_remove_plain(void *start);
 
 static __thread int current_device;
@@ -23,8 +26,10 @@ int cudaSetDevice(int device) {
 }
 
 int cudaMalloc(void **pointer, size_t size) {
-  *pointer = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  return *pointer == MAP_FAILED || stub_add_plain(*pointer, size) ? cudaErrorMemoryAllocation : cudaSuccess;
+  int file = memfd_create("device", MFD_CLOEXEC);
+  if (file < 0 || ftruncate(file, size)) return cudaErrorMemoryAllocation;
+  *pointer = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+  return *pointer == MAP_FAILED || stub_add_plain(*pointer, size, file) ? cudaErrorMemoryAllocation : cudaSuccess;
 }
 
 int cudaFree(void *pointer) {

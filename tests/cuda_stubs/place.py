@@ -7,8 +7,12 @@ import ctypes
 import torch
 from torch import Tensor, nn
 
+import asyncsync
 from benchmarks.gpu_place import CudaPlace
-from tests.cuda_stubs import device
+from benchmarks.gpu_updates import Policy, PolicyEngine
+from tests.cuda_stubs import device, gpu
+
+GPU = "0f3b8a51-0000-4000-8000-00000000000a"
 
 
 class StubPlace(CudaPlace):
@@ -38,3 +42,27 @@ class StubPlace(CudaPlace):
 
     def empty_cache(self) -> None:
         pass
+
+
+class StubGpuEngine(PolicyEngine):
+    """An engine on the stubs' GPU, in a process of its own."""
+
+    def __init__(self, shape: tuple[int, int], name: str, staged: bool) -> None:
+        gpu.install(GPU)
+        asyncsync.ModuleEngine.__init__(self, gpu.put_module(Policy(shape, "cpu")), staged=staged)
+
+
+class StubGpuPlace(StubPlace):
+    """The stubs' device, as a GPU."""
+
+    engine = StubGpuEngine
+
+    def __init__(self) -> None:
+        gpu.install(GPU)
+        super().__init__()
+
+    def put(self, tensor: Tensor) -> Tensor:
+        return gpu.put(tensor)
+
+    def put_module(self, module: nn.Module) -> nn.Module:
+        return gpu.put_module(module)
