@@ -53,6 +53,7 @@ class Attempt:
         stopped: Engines that are paused since an earlier update, and can end what waits for them to be resumed.
         sent: What each source sent, once every engine has confirmed it.
         digests: What each engine received, as it says.
+        paused: How long nothing was generated at each engine, where it tells.
         instances: Which process or object each engine was when it began.
         left: Engines whose connection was heard to break.
         lost: Engines that are gone, each with its error.
@@ -80,6 +81,7 @@ class Attempt:
         )
         self.sent: Sequence[SendReceipt] = ()
         self.digests: dict[Member, str] = {}
+        self.paused: Mapping[Member, float | None] = {}
         self.untold = {member for member in engines if orders.transports.get(member) in STORES}
         self.unpublished: Exception | None = None
         self.undone = False
@@ -120,6 +122,7 @@ class Attempt:
             transport=self.orders.transports.get(member),
             delta=member in self.orders.deltas,
             bytes=self._bytes_of(member) if state is EngineState.UPDATED else None,
+            paused=self.paused.get(member) if state is EngineState.UPDATED else None,
             error=None if error is None else what_was_said(error),
         )
 

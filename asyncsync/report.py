@@ -34,6 +34,8 @@ class EngineOutcome:
             vLLM's own. None if it was not asked to receive.
         delta: Whether only what differs from an earlier update was sent to it, or was to be (``delta=True``).
         bytes: Bytes that were sent to it, or to it and those beside it at once; None if it did not get the update.
+        paused: Seconds in which it generated nothing, by its own clock, of a staged engine that holds requests back by
+            itself as it switches; None where it was paused from outside (``WeightUpdate.seconds``), or did not tell.
         error: What it failed with, in words.
     """
 
@@ -44,6 +46,7 @@ class EngineOutcome:
     transport: str | None = None
     delta: bool = False
     bytes: int | None = None
+    paused: float | None = None
     error: str | None = None
 
 
@@ -63,8 +66,8 @@ class WeightUpdate:
         density: Which part of all elements differs, bit by bit, from the update that they were compared with; None if
             with none (``delta=True``, and some engine held one).
         seconds: Seconds by phase, plus ``"total"``. ``"drain"`` is how long the update waited for generations to end
-            (new ones wait meanwhile), ``"paused"`` how long nothing was generated after that, ``"publish"`` how long it
-            took to give the version its name in the folder.
+            (new ones wait meanwhile), ``"paused"`` how long nothing was generated after that, at the most: from the
+            first call to the last answer; ``"publish"`` how long it took to give the version its name in the folder.
     """
 
     version: int

@@ -166,9 +166,9 @@ class Probe:
         """See :class:`RolloutEngine`."""
         return await self._pass("receive_weights", functools.partial(self._engine.receive_weights, order))
 
-    async def finish_weight_update(self, order: UpdateOrder) -> None:
+    async def finish_weight_update(self, order: UpdateOrder) -> float | None:
         """See :class:`RolloutEngine`."""
-        await self._pass("finish_weight_update", functools.partial(self._engine.finish_weight_update, order))
+        return await self._pass("finish_weight_update", functools.partial(self._engine.finish_weight_update, order))
 
     async def abort_weight_update(self, epoch: int, published: int | None) -> EngineStatus:
         """See :class:`RolloutEngine`."""

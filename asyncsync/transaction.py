@@ -294,7 +294,9 @@ class Transaction:
         """Switch every engine to the new version, and publish it, last of all (R3)."""
         with self._clock.phase("finish"):
             self._attempt.finishing = True
-            await self._attempt.fleet.all(lambda engine: engine.finish_weight_update(self._attempt.order))
+            self._attempt.paused = await self._attempt.fleet.all(
+                lambda engine: engine.finish_weight_update(self._attempt.order)
+            )
         if self._attempt.orders.checks:
             with self._clock.phase("check"):
                 await self._check()

@@ -9,10 +9,10 @@ engines, in four modes, one after the other in an order that changes:
   until the weights are copied. A library without ``start_update()`` is measured without it, and that is said.
 
 Each round: rollouts per second of both engines in the half second before, from the start to the end of the update, and
-in the half second after; how long generation was paused; how long the trainer stood still, and, while it does, how long
-one copy of as many bytes takes. Medians, after two rounds to warm up. The longest that a 1 ms ticker in this process's
-event loop came late is measured in rounds of its own. After each update the engines must hold the bytes that the
-trainer had when it began to stand still.
+in the half second after; how long generation was paused, by the engines' clocks if they tell; how long the trainer
+stood still, and, while it does, how long one copy of as many bytes takes. Medians, after two rounds to warm up. The
+longest that a 1 ms ticker in this process's event loop came late is measured in rounds of its own. After each update
+the engines must hold the bytes that the trainer had when it began to stand still.
 """
 
 from __future__ import annotations
@@ -249,11 +249,17 @@ class Bench:
             during=rate(done, start, end),
             after=rate(done, end, end + WINDOW),
             update=end - start,
-            paused=update.seconds["paused"],
+            paused=pause_of(update),
             trainer_stall=still,
             memcpy=copied - copying,
             stall_ms=meter.longest_ms,
         )
+
+
+def pause_of(update: asyncsync.WeightUpdate) -> float:
+    """Seconds in which an engine generated nothing, by its own clock; where it does not tell, by the conductor's."""
+    told = [outcome.paused for outcome in update.outcomes]
+    return max((each for each in told if each is not None), default=update.seconds["paused"])
 
 
 def rate(done: Sequence[Sequence[float]], start: float, end: float) -> float:

@@ -75,8 +75,8 @@ class ToldEngine(asyncsync.ModuleEngine):
     async def receive_weights(self, order: UpdateOrder) -> EngineReceipt:
         return await self._told("receive_weights", super().receive_weights(order))  # type: ignore[no-any-return]
 
-    async def finish_weight_update(self, order: UpdateOrder) -> None:
-        await self._told("finish_weight_update", super().finish_weight_update(order))
+    async def finish_weight_update(self, order: UpdateOrder) -> float | None:
+        return await self._told("finish_weight_update", super().finish_weight_update(order))  # type: ignore[no-any-return]
 
     async def resume_generation(self, epoch: int) -> None:
         await self._told("resume_generation", super().resume_generation(epoch))

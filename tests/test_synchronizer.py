@@ -475,6 +475,17 @@ async def test_nobody_reads_while_weights_change_and_the_version_is_published_la
         assert seen == [("finish", 1), ("read", 2)]
 
 
+@pytest.mark.parametrize("staged", [True, False], ids=["staged", "in place"])
+async def test_an_engine_that_holds_requests_back_by_itself_tells_how_long(staged: bool) -> None:
+    async with synced(staged=staged) as (_, _, synchronizer):
+        update = await synchronizer.update_weights()
+        paused = [outcome.paused for outcome in update.outcomes]
+        if staged:
+            assert all(each is not None and 0 < each <= update.seconds["paused"] for each in paused)
+        else:
+            assert paused == [None] * len(update.outcomes)
+
+
 async def test_staged_engines_generate_during_the_transfer() -> None:
     async with synced() as (trainer, engines, synchronizer):
         await synchronizer.update_weights()

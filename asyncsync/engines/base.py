@@ -107,11 +107,14 @@ class RolloutEngine(WeightReceiver, Protocol):
         """Hold back new requests, and deal with those in flight as the policy says; return when none runs."""
         ...
 
-    async def finish_weight_update(self, order: UpdateOrder) -> None:
+    async def finish_weight_update(self, order: UpdateOrder) -> float | None:
         """Make what was received the weights it serves. Called once an update.
 
         An engine that is paused stays so. One that is not (it must be staged) holds generation back by itself, as the
         order's policy says, switches, drops caches computed under other weights, and serves again.
+
+        Returns:
+            Seconds in which nothing was generated; None if it was paused before, or does not tell.
         """
         ...
 

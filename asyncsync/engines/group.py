@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeAlias
 
+import anyio
+
 from asyncsync import cluster
 from asyncsync.engines.base import RolloutEngine
 from asyncsync.engines.ranks import ReceivingRanks, also, raise_first
@@ -23,7 +25,7 @@ from asyncsync.fanout import settle
 from asyncsync.messages import Policy, UpdateOrder
 from asyncsync.shield import shielded
 
-_Call: TypeAlias = Callable[[int, RolloutEngine], Awaitable[None]]
+_Call: TypeAlias = Callable[[int, RolloutEngine], Awaitable[object]]
 
 
 class EngineGroup(ReceivingRanks[RolloutEngine]):
@@ -66,18 +68,20 @@ class EngineGroup(ReceivingRanks[RolloutEngine]):
         await self._front(lambda _, front: front.pause_generation(epoch, policy))
         await self._others(lambda _, engine: engine.pause_generation(epoch, policy))
 
-    async def finish_weight_update(self, order: UpdateOrder) -> None:
+    async def finish_weight_update(self, order: UpdateOrder) -> float | None:
         """See :meth:`asyncsync.RolloutEngine.finish_weight_update`. The front is paused until all have switched."""
         if self._paused_for == order.epoch:
             await self.ask_all(lambda _, engine: engine.finish_weight_update(order))
-            return
+            return None
         try:
             await self._front(lambda _, front: front.pause_generation(order.epoch, order.policy))
+            held = anyio.current_time()
             await self.ask_all(lambda _, engine: engine.finish_weight_update(order))
             await shielded(self._front(lambda _, front: front.resume_generation(order.epoch)))
         except BaseException as error:
             await also(error, self._give_up(order.epoch))
             raise
+        return anyio.current_time() - held
 
     async def _give_up(self, epoch: int) -> None:
         """End a commit that failed: serve what all ranks hold, if they hold the same."""

@@ -218,9 +218,9 @@ class ModuleEngine:
         return await self._asyncsync.receive_weights(order)
 
     @cluster.control
-    async def finish_weight_update(self, order: UpdateOrder) -> None:
+    async def finish_weight_update(self, order: UpdateOrder) -> float | None:
         """See :meth:`asyncsync.RolloutEngine.finish_weight_update`."""
-        await self._asyncsync.finish_weight_update(order)
+        return await self._asyncsync.finish_weight_update(order)
 
     @cluster.control
     async def abort_weight_update(self, epoch: int, published: int | None) -> EngineStatus:

@@ -142,7 +142,7 @@ class ReceivingRanks(Generic[R]):
         results = await race({rank: self.ask(rank, call) for rank in range(len(self.engines))})
         return [results[rank] for rank in range(len(self.engines))]
 
-    async def ask_all(self, call: Callable[[int, R], Awaitable[None]]) -> None:
+    async def ask_all(self, call: Callable[[int, R], Awaitable[object]]) -> None:
         """Call every rank, and hear all of them; the first one's error is raised."""
         raise_first(await settle({rank: self.ask(rank, call) for rank in range(len(self.engines))}))
 

@@ -61,8 +61,9 @@ class RemoteEngine:
         receipt: EngineReceipt = await cluster.call(self.handle, "receive_weights", order)
         return receipt
 
-    async def finish_weight_update(self, order: UpdateOrder) -> None:
-        await cluster.call(self.handle, "finish_weight_update", order)
+    async def finish_weight_update(self, order: UpdateOrder) -> float | None:
+        held: float | None = await cluster.call(self.handle, "finish_weight_update", order)
+        return held
 
     async def abort_weight_update(self, epoch: int, published: int | None) -> EngineStatus:
         status: EngineStatus = await cluster.call(self.handle, "abort_weight_update", epoch, published)

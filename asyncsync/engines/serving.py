@@ -15,6 +15,7 @@ import threading
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import replace
 
+import anyio
 import torch
 from torch import nn
 
@@ -207,21 +208,23 @@ class ServedModule:
             await self._wake({WEIGHTS}, time_to_wake(order))
         return EngineReceipt(digest=await self.receiver.receive(order, plan, self._loader_for), slept=slept)
 
-    async def finish_weight_update(self, order: UpdateOrder) -> None:
+    async def finish_weight_update(self, order: UpdateOrder) -> float | None:
         """See :meth:`asyncsync.RolloutEngine.finish_weight_update`."""
         session = self.receiver.received(order.epoch)
         self._refuse_asleep(order)
         if self._paused_for == order.epoch:  # else a pause that an earlier update left behind ends here
             await self._switch(session)
-            return
+            return None
         self._switching = True
         try:
             await self._hold(order.policy)
+            held = anyio.current_time()
             await self._switch(session)
         except BaseException:
             await shielded(self._serve(order.epoch))
             raise
         await shielded(self._flush_and_resume(order.epoch))
+        return anyio.current_time() - held
 
     async def abort_weight_update(self, epoch: int, published: int | None) -> EngineStatus:
         """See :meth:`asyncsync.RolloutEngine.abort_weight_update`."""
