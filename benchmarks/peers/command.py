@@ -13,9 +13,9 @@ Beside them, bare, what moves as many bytes in one piece that belongs to no tens
 process; ``gloo broadcast, flat``, from barrier to barrier; ``ray.put, flat``.
 
 Weights change before every run, and after it the engines' bytes are compared: who leaves other bytes has no figures.
-Each runs once a round, in an order that changes; medians, after the first update and two rounds to warm up. Where there
-is no memory for all at once they run in several heats, each with ``asyncsync shared, staged``, which the ratios are to;
-and so does who keeps the machine busy between his updates.
+Each runs once a round, in an order that changes; medians, after the first update and two rounds to warm up. They run in
+heats of a few, or of as many as there is memory for, each with ``asyncsync shared, staged``, which the ratios are to;
+who keeps the machine busy between his updates has a heat of his own.
 *Stall* is the longest that a 1 ms ticker in this process's event loop came late, in rounds of their own. *First* is the
 first update, connecting included. What is not installed, or does not run, is named, and counts as beaten by nobody.
 """

@@ -19,6 +19,9 @@ PATIENCE = 120.0
 """Seconds for a peer to connect and to bring the first weights."""
 
 STALL_ROUNDS = 3
+AT_ONCE = 5
+"""Contenders of a heat, at the most, beside those that are in each: idle Ray actors take the time of others, too."""
+
 PROCESS_MEMORY = 300 * layouts.MB
 MEMORY_RESERVE = 2 * layouts.GB
 
@@ -158,7 +161,7 @@ def reason(error: Exception) -> str:
 
 
 def heats(entries: Sequence[Entry], layout: Layout, memory: int, reference: str = REFERENCE) -> list[list[Entry]]:
-    """Who runs at the same time: as many as there is memory for; what the others are measured against, always.
+    """Who runs at the same time: a few, if there is memory for them; what the others are measured against, always.
 
     Who is restless, and would take the others' time, has a heat of his own.
 
@@ -179,7 +182,7 @@ def heats(entries: Sequence[Entry], layout: Layout, memory: int, reference: str 
     left = 0
     others = [entry for entry in entries if entry not in always]
     for entry in [entry for entry in others if not entry.is_restless]:
-        if not found or wanted(entry) > left:
+        if not found or wanted(entry) > left or len(found[-1]) == len(always) + AT_ONCE:
             found.append([*always])
             left = room
         found[-1].append(entry)
