@@ -148,6 +148,11 @@ class Plan:
         return sum(spec.nbytes for spec in self.specs)
 
     @cached_property
+    def names(self) -> frozenset[str]:
+        """Every tensor, under every name."""
+        return frozenset(name for spec in self.specs for name in spec.names)
+
+    @cached_property
     def largest_bucket(self) -> int:
         """Bytes of the largest bucket; 0 if there is none."""
         return max((bucket.nbytes for bucket in self.buckets), default=0)

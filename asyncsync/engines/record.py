@@ -120,7 +120,7 @@ class WeightRecord:
         """
         self.version, self.tainted = order.version, None
         self.committed_epoch = self.ended_epoch = order.epoch
-        self._holds = {layout: held for layout, held in self._holds.items() if not held[0] & names}
+        self._holds = {layout: held for layout, held in self._holds.items() if held[0].isdisjoint(names)}
         if digest is not None:
             self._holds[order.plan_digest] = names, digest
         self._torn -= names
@@ -172,4 +172,4 @@ class WeightRecord:
 
 def all_names(plan: Plan | None) -> frozenset[str]:
     """Every tensor of a plan, under every name."""
-    return frozenset(name for spec in plan.specs for name in spec.names) if plan else frozenset()
+    return plan.names if plan else frozenset()
