@@ -525,7 +525,9 @@ class RankWorker:
         """Read from where the weights can be read, and see whether they have stayed what they were."""
         copies.begin()
         # Where the weights are stays what it is, also if copies of them are read on the host.
-        readable = replace(snapshot, tensors=copies.tensors or snapshot.tensors, home=snapshot.device)
+        readable = replace(snapshot, home=snapshot.device)
+        if copies.are_elsewhere:
+            readable = replace(readable, tensors=copies.tensors, addresses=())
         result = function(order, links, plan, readable, *rest)
         copies.end()
         return result

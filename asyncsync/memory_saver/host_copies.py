@@ -38,6 +38,7 @@ class HostCopies:
 
     Attributes:
         tensors: The same tensors, in order; those that are paused are views of host memory, not to be written to.
+        are_elsewhere: Whether there are such.
     """
 
     def __init__(self, names: Sequence[str], tensors: Sequence[Tensor], *, keep: bool = False) -> None:
@@ -57,6 +58,7 @@ class HostCopies:
             raise
         self._memory = {index: memory for index, (_, memory) in copies.items()}
         self.tensors = tuple(copies[index][0] if index in copies else one for index, one in enumerate(tensors))
+        self.are_elsewhere = bool(copies)
         if not copies:
             self.release()
 
