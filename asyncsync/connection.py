@@ -505,11 +505,11 @@ class Connection:
             if choice in STORES:
                 transports[member] = choice
                 reason = self._why_not_stored(choice, status)
-            elif (reason := self._why_not_ipc(choice, sources, status)) is None:
+            elif (reason := self._why_not_ipc(choice, sources, status, backend)) is None:
                 transports[member] = "cuda_ipc"
             else:
                 if choice in ("auto", "shared"):
-                    _tell_why_not_ipc(member, sources, status, reason)
+                    _tell_why_not_ipc(member, choice, sources, status, reason)
                 if choice != "cuda_ipc":
                     reason = self._why_not_shared(choice, sources, status, backend)
                 transports[member] = "shared" if reason is None else status.transport
@@ -571,12 +571,14 @@ class Connection:
         )
 
     def _why_not_ipc(
-        self, choice: TransportChoice, sources: Sequence[TrainerStatus], engine: EngineStatus
+        self, choice: TransportChoice, sources: Sequence[TrainerStatus], engine: EngineStatus, backend: Backend
     ) -> str | None:
         if choice == "broadcast":
             return "a broadcast was asked for"
-        if self._backend == "nccl":
-            return "NCCL was asked for"
+        if choice == "auto" and backend == "nccl":
+            return "all weights are on GPUs, and NCCL moves them"
+        if choice == "auto" and self._options.delta:
+            return "what differs does not go through it"
         return why_not_ipc(sources, engine)
 
     def _why_not_shared(
@@ -703,10 +705,13 @@ def why_not_ipc(sources: Sequence[TrainerStatus], engine: EngineStatus) -> str |
     return None
 
 
-def _tell_why_not_ipc(member: Member, sources: Sequence[TrainerStatus], engine: EngineStatus, reason: str) -> None:
-    """Log why it is not CUDA IPC, though everything is on GPUs of one node; what can be changed at a source aloud."""
+def _tell_why_not_ipc(
+    member: Member, choice: TransportChoice, sources: Sequence[TrainerStatus], engine: EngineStatus, reason: str
+) -> None:
+    """Log why it is not CUDA IPC, though everything is on GPUs; aloud what a source could change."""
     if {engine.device, *(source.device for source in sources)} == {"cuda"}:
-        level = logging.WARNING if reason in {source.no_ipc for source in sources} else logging.DEBUG
+        aloud = choice == "shared" and reason in {source.no_ipc for source in sources}
+        level = logging.WARNING if aloud else logging.DEBUG
         _log.log(level, "no CUDA IPC for %s: %s", member.name, reason)
 
 

@@ -119,8 +119,8 @@ class WeightSynchronizer:
         backend: ``"gloo"``, ``"nccl"``, or ``"auto"``: NCCL if all weights are on GPUs.
         transport: How bytes come to engines. ``"auto"``: through shared memory to those on the trainer's node that can
             take it (if there is enough, and NCCL does not do it), and through a broadcast to all others. ``"shared"``:
-            through shared memory only; an engine that cannot be reached so is a ConnectError. With both it is memory of
-            the GPU (CUDA IPC) where the weights of all sources and of the engine are on GPUs. ``"cuda_ipc"``: through
+            through shared memory only; an engine that cannot be reached so is a ConnectError. Where the weights of all
+            sources and of the engine are on GPUs, both are by the GPU's memory (CUDA IPC), if it can be. ``"cuda_ipc"``: through
             that only. ``"broadcast"``: never through shared memory. ``"objects"``: through Ray's object store.
             ``"folder"``: through files in ``folder``. With these two the trainer stores all first, and engines fetch
             it: nothing is connected, and no port opened. Or a function from an engine, as it was given, to one of these

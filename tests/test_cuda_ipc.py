@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import subprocess
 import sys
 import threading
@@ -70,6 +72,47 @@ def test_it_is_chosen_where_all_ends_are_on_gpus_of_a_node_and_can_do_it(
     found = why_not_ipc([SOURCE, replace(SOURCE, **source)], replace(ENGINE, **engine))
     assert (found is None) == (reason is None)
     assert reason is None or (found is not None and reason in found)
+
+
+@pytest.mark.parametrize(
+    ("choice", "backend", "delta", "reason"),
+    [
+        ("auto", "gloo", False, None),
+        ("auto", "nccl", False, "NCCL moves them"),
+        ("auto", "gloo", True, "what differs"),
+        ("shared", "nccl", True, None),
+        ("cuda_ipc", "nccl", True, None),
+        ("broadcast", "gloo", False, "a broadcast was asked for"),
+    ],
+)
+def test_nccl_and_deltas_go_before_it_unless_it_is_asked_for(
+    choice: Any, backend: Any, delta: bool, reason: str | None
+) -> None:
+    engine = ToldEngine(nn.ParameterDict({"weight": torch.zeros(3)}))
+    synchronizer = asyncsync.WeightSynchronizer({"weight": torch.ones(3)}, [engine], delta=delta)
+    found = synchronizer._connection._why_not_ipc(choice, [SOURCE], ENGINE, backend)
+    assert (found is None) == (reason is None)
+    assert reason is None or (found is not None and reason in found)
+
+
+def test_an_engine_whose_driver_does_not_open_memory_says_so_from_then_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def open_handle(handle: bytes) -> int:
+        raise OSError("no")
+
+    gpu = torch.device("cuda", 0)
+    monkeypatch.setattr(device_memory, "_failures", [])
+    monkeypatch.setattr(device_memory, "_device_of", lambda _: gpu)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    monkeypatch.setattr(ipc, "why_not_here", lambda: None)
+    monkeypatch.setattr(ipc, "open_handle", open_handle)
+    assert device_memory.why_not_opened(gpu) is None
+    with open(os.devnull, "rb") as lease:
+        before = len(os.listdir("/proc/self/fd"))
+        with pytest.raises(OSError, match="no"):
+            device_memory.OpenedSet(Share(b"", 0, "one"), 8, lease.fileno())
+        assert len(os.listdir("/proc/self/fd")) == before
+    assert "does not open memory of the trainer's GPU: no" in str(device_memory.why_not_opened(gpu))
 
 
 @pytest.mark.asyncio

@@ -322,7 +322,7 @@ def test_what_cuda_ipc_cannot_do_is_told_before_anything_or_done_another_way(
     found = run("refused", IPC)[case]
     assert f"Peer-0: {reason}" in found["error"]
     assert found["calls"] == ["describe_engine"]
-    assert (found["auto"], found["equal"]) == ("shared", True)
+    assert (found["shared"], found["equal"]) == ("shared", True)
     assert found["told"][0].startswith(f"{level}: no CUDA IPC for Peer-0: {reason}")
 
 

@@ -21,10 +21,9 @@ import torch
 from torch import Tensor
 
 from asyncsync.devices import CPU, gpu_of, visible_gpus
-from asyncsync.errors import MemorySaverError
+from asyncsync.errors import MemorySaverError, OutOfStepError
 from asyncsync.memory_saver import ipc
 from asyncsync.memory_saver.driver import is_ipc_capable
-from asyncsync.report import format_bytes
 from asyncsync.transports.memory_files import WeightSet, WeightSets
 
 CLOSING_TIMEOUT = 1.0
@@ -210,10 +209,15 @@ class DeviceSets(WeightSets[DeviceSet]):
         return int(free)
 
     def _make(self, number: int, nbytes: int) -> DeviceSet:
+        return DeviceSet(number, nbytes, self.device)
+
+    def take(self, nbytes: int) -> DeviceSet:
+        """See :class:`WeightSets`. What cannot be had now is not promised the next time."""
+        sweep()
         try:
-            return DeviceSet(number, nbytes, self.device)
-        except OSError as error:
-            self._refused = nbytes, f"{format_bytes(nbytes)} of a GPU's memory cannot be shared: {error}"
+            return super().take(nbytes)
+        except OutOfStepError as error:
+            self._refused = nbytes, str(error)
             raise
 
     def _fits(self, made: DeviceSet, nbytes: int) -> bool:
@@ -225,7 +229,13 @@ class DeviceSets(WeightSets[DeviceSet]):
 
 def why_not_opened(home: torch.device) -> str | None:
     """Why no set is opened for weights that are on a device; None if it can be, as far as is known."""
-    return "its weights are on no GPU" if home.type != "cuda" else ipc.why_not_here()
+    if home.type != "cuda":
+        return "its weights are on no GPU"
+    return _failures[-1] if _failures else ipc.why_not_here()
+
+
+_failures: list[str] = []
+"""Why sets could not be opened here. The driver was asked, and the next update need not ask again."""
 
 
 class OpenedSet:
@@ -247,8 +257,14 @@ class OpenedSet:
         device = _device_of(share.gpu)
         with torch.cuda.device(device):
             torch.cuda.synchronize(device)  # so that this thread has a context
-            address = ipc.open_handle(share.handle)
-            exported = _Exported(device, address, share.offset, nbytes, lease)
+            kept = os.dup(lease)  # closed on exec, as all that Python makes
+            try:
+                address = ipc.open_handle(share.handle)
+            except BaseException as error:
+                os.close(kept)
+                _failures.append(f"its driver does not open memory of the trainer's GPU: {error}")
+                raise
+            exported = _Exported(device, address, share.offset, nbytes, kept)
             self.memory: Tensor = torch.as_tensor(exported)
         if self.memory.device != device or self.memory.data_ptr() != address + share.offset:
             raise OSError(f"torch sees other memory on {self.memory.device} than was opened on {device}")
@@ -257,7 +273,7 @@ class OpenedSet:
 class _Exported:
     """Memory that torch makes a tensor of; it keeps this as long as there is one."""
 
-    def __init__(self, device: torch.device, address: int, offset: int, nbytes: int, lease: int) -> None:
+    def __init__(self, device: torch.device, address: int, offset: int, nbytes: int, kept: int) -> None:
         self.__cuda_array_interface__: dict[str, Any] = {
             "shape": (nbytes,),
             "typestr": "|u1",
@@ -265,7 +281,6 @@ class _Exported:
             "strides": None,
             "version": 2,
         }
-        kept = os.dup(lease)  # closed on exec, as all that Python makes
         self._ending = weakref.finalize(self, _close, device, address, kept)
         self._ending.atexit = False
         _opened.add(self)
