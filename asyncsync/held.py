@@ -98,12 +98,12 @@ def hold_whole(
             if gathering is not None:
                 gathering.fill(bucket, place, stop)
             else:
-                pack(plan, bucket, snapshot.tensors, place, snapshot.addresses)
+                pack(plan, bucket, snapshot.tensors, place, snapshot.dense)
     finally:
         if gathering is not None:
             gathering.finish()
     settle(home)
-    copies = replace(snapshot, tensors=tuple(arena_views(plan, arena)), gather=None, home=home, addresses=())
+    copies = replace(snapshot, tensors=tuple(arena_views(plan, arena)), gather=None, home=home, dense=())
     return HeldWeights(plan, copies, snapshot.gather is not None, arena, shared)
 
 
@@ -129,7 +129,7 @@ def hold_shards(plan: Plan, snapshot: Snapshot, spare: Sequence[Tensor], stop: t
             raw(copy).copy_(raw(tensor))
             copies.append(copy)
     settle(snapshot.device)
-    return HeldWeights(plan, replace(snapshot, tensors=tuple(copies), home=snapshot.device, addresses=()))
+    return HeldWeights(plan, replace(snapshot, tensors=tuple(copies), home=snapshot.device, dense=()))
 
 
 def hold_nothing(plan: Plan, snapshot: Snapshot, gather: Callable[[int], Tensor | None]) -> HeldWeights:

@@ -76,7 +76,7 @@ def pack(
     bucket: Bucket,
     tensors: Sequence[Tensor] | Mapping[int, Tensor],
     buffer: Tensor,
-    addresses: Sequence[int] = (),
+    dense: Sequence[bool] = (),
 ) -> None:
     """Fill a bucket's buffer from the tensors of the plan.
 
@@ -85,7 +85,7 @@ def pack(
         bucket: One of its buckets.
         tensors: The bucket's tensors, by their index in the plan. One whose dtype differs from its spec's is converted.
         buffer: Flat uint8, ``bucket.nbytes`` long. May be on another device.
-        addresses: What :func:`host_address` says of all tensors of the plan, if that is known.
+        dense: What :func:`is_dense` says of all tensors of the plan, if that is known.
     """
     with torch.no_grad():
         targets, sources = [], []
@@ -93,9 +93,9 @@ def pack(
         for index, (start, stop) in zip(bucket.whole, bucket.spans, strict=True):
             size = stop - start
             if base and size <= _SMALL:
-                address = addresses[index] if addresses else host_address(plan.specs[index], tensors[index])
-                if address:
-                    _memmove(base + start, address, size)
+                tensor = tensors[index]
+                if dense[index] if dense else is_dense(plan.specs[index], tensor):
+                    _memmove(base + start, tensor.data_ptr(), size)
                     continue
             spec, tensor = plan.specs[index], tensors[index]
             target = buffer[start:stop]
@@ -123,7 +123,7 @@ def pack_and_hash(
     bucket: Bucket,
     tensors: Sequence[Tensor] | Mapping[int, Tensor],
     buffer: Tensor,
-    addresses: Sequence[int],
+    dense: Sequence[bool],
     digests: StreamingDigests,
 ) -> None:
     """:func:`pack` and :func:`hash_bucket` in one go, to host memory: bytes are hashed while the cache still has them.
@@ -137,8 +137,8 @@ def pack_and_hash(
     done: set[int] = set()
     for piece in (*large, *bucket.pieces):
         index = piece.tensor
-        if address := addresses[index] if addresses else host_address(plan.specs[index], tensors[index]):
-            _copy_and_hash(plan, piece, address, data, buffer.data_ptr(), digests)
+        if dense[index] if dense else is_dense(plan.specs[index], tensors[index]):
+            _copy_and_hash(plan, piece, tensors[index], data, buffer.data_ptr(), digests)
             done.add(index)
     if done:
         whole = [(index, span) for index, span in whole if index not in done]
@@ -148,34 +148,33 @@ def pack_and_hash(
             spans=tuple(span for _, span in whole),
             pieces=tuple(piece for piece in bucket.pieces if piece.tensor not in done),
         )
-    pack(plan, bucket, tensors, buffer, addresses)
+    pack(plan, bucket, tensors, buffer, dense)
     hash_bucket(plan, bucket, buffer, digests)
 
 
 def _copy_and_hash(
-    plan: Plan, piece: Piece, address: int, data: memoryview, base: int, digests: StreamingDigests
+    plan: Plan, piece: Piece, tensor: Tensor, data: memoryview, base: int, digests: StreamingDigests
 ) -> None:
     nbytes = piece.stop - piece.start
     is_last = piece.stop == plan.specs[piece.tensor].nbytes
     for start in range(0, nbytes, _GROUP):
         stop = min(start + _GROUP, nbytes)
         offset = piece.offset + start
-        _memmove_without_gil(base + offset, address + piece.start + start, stop - start)
+        # Asked for anew: to share a tensor with another process (share_memory(), a queue) moves its memory.
+        _memmove_without_gil(base + offset, tensor.data_ptr() + piece.start + start, stop - start)
         last = is_last and stop == nbytes
         digests.add_piece(piece.tensor, data[offset : offset + stop - start], last=last)
 
 
-def host_address(spec: TensorSpec, tensor: Tensor) -> int:
-    """Where a tensor's bytes lie one behind the other in host memory, as they are sent; 0 if they do not."""
-    if (
+def is_dense(spec: TensorSpec, tensor: Tensor) -> bool:
+    """Whether a tensor's bytes lie one behind the other in host memory, as they are sent."""
+    return (
         tensor.dtype == spec.dtype
         and tensor.is_cpu
         and tensor.is_contiguous()
         and not tensor.is_conj()
         and not tensor.is_neg()
-    ):
-        return tensor.data_ptr()
-    return 0
+    )
 
 
 def in_place(plan: Plan, bucket: Bucket, tensors: Sequence[Tensor], device: str) -> Tensor | None:
@@ -265,7 +264,7 @@ def unpack(
         address = buffer.data_ptr() if buffer.is_cpu else 0
         for index, (start, stop) in zip(bucket.whole, bucket.spans, strict=True):
             spec = plan.specs[index]
-            if address and stop - start <= _SMALL and all(host_address(spec, tensor) for tensor in tensors[index]):
+            if address and stop - start <= _SMALL and all(is_dense(spec, tensor) for tensor in tensors[index]):
                 for tensor in tensors[index]:
                     _memmove(tensor.data_ptr(), address + start, stop - start)
                 continue

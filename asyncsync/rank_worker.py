@@ -527,7 +527,7 @@ class RankWorker:
         # Where the weights are stays what it is, also if copies of them are read on the host.
         readable = replace(snapshot, home=snapshot.device)
         if copies.are_elsewhere:
-            readable = replace(readable, tensors=copies.tensors, addresses=())
+            readable = replace(readable, tensors=copies.tensors, dense=())
         result = function(order, links, plan, readable, *rest)
         copies.end()
         return result
@@ -599,7 +599,7 @@ class RankWorker:
                 if self._gathers_with_others:
                     gathering.finish()
         if links.plan is None:
-            filler: Filler = OwnTensors(plan, snapshot.tensors, snapshot.addresses)
+            filler: Filler = OwnTensors(plan, snapshot.tensors, snapshot.dense)
             if held is not None and held.arena is not None and plan.digest == held.plan.digest:
                 filler = filler if self._compares(links.engines) else LaidOut(held.arena)  # with padding, as it lies
         else:

@@ -63,15 +63,15 @@ class OwnTensors:
     Args:
         plan: The plan.
         tensors: All its tensors, in order.
-        addresses: What :func:`~asyncsync.packing.host_address` says of each, if that is known.
+        dense: What :func:`~asyncsync.packing.is_dense` says of each, if that is known.
     """
 
     buffers = 2
 
-    def __init__(self, plan: Plan, tensors: Sequence[Tensor], addresses: Sequence[int] = ()) -> None:
+    def __init__(self, plan: Plan, tensors: Sequence[Tensor], dense: Sequence[bool] = ()) -> None:
         self._plan = plan
         self._tensors = tensors
-        self._addresses = addresses
+        self._dense = dense
         self._digests: StreamingDigests | None = None
 
     def hash_into(self, digests: StreamingDigests) -> bool:
@@ -89,9 +89,9 @@ class OwnTensors:
 
     def fill(self, bucket: Bucket, buffer: Tensor, stop: threading.Event) -> None:
         if self._digests is None:
-            pack(self._plan, bucket, self._tensors, buffer, self._addresses)
+            pack(self._plan, bucket, self._tensors, buffer, self._dense)
         else:
-            pack_and_hash(self._plan, bucket, self._tensors, buffer, self._addresses, self._digests)
+            pack_and_hash(self._plan, bucket, self._tensors, buffer, self._dense, self._digests)
 
     def parts(self, bucket: Bucket, scratch: Callable[[int], Tensor]) -> Iterator[tuple[int, Tensor]]:
         """The bucket part by part; see :func:`~asyncsync.packing.bucket_parts`."""

@@ -120,12 +120,12 @@ class WeightSynchronizer:
         transport: How bytes come to engines. ``"auto"``: through shared memory to those on the trainer's node that can
             take it (if there is enough, and NCCL does not do it), and through a broadcast to all others. ``"shared"``:
             through shared memory only; an engine that cannot be reached so is a ConnectError. Where the weights of all
-            sources and of the engine are on GPUs, both are by the GPU's memory (CUDA IPC), if it can be. ``"cuda_ipc"``: through
-            that only. ``"broadcast"``: never through shared memory. ``"objects"``: through Ray's object store.
-            ``"folder"``: through files in ``folder``. With these two the trainer stores all first, and engines fetch
-            it: nothing is connected, and no port opened. Or a function from an engine, as it was given, to one of these
-            names, called whenever engines are asked how they are. An engine that cannot be reached in the way that was
-            named is a ConnectError. The outcomes say which engine got it how.
+            sources and of the engine are on GPUs, both are by the GPU's memory (CUDA IPC), if it can be.
+            ``"cuda_ipc"``: through that only. ``"broadcast"``: never through shared memory. ``"objects"``: through
+            Ray's object store. ``"folder"``: through files in ``folder``. With these two the trainer stores all first,
+            and engines fetch it: nothing is connected, and no port opened. Or a function from an engine, as it was
+            given, to one of these names, called whenever engines are asked how they are. An engine that cannot be
+            reached in the way that was named is a ConnectError. The outcomes say which engine got it how.
         folder: A folder, the same wherever the trainer and engines run, in which each version is published as
             safetensors files: for engines whose transport is ``"folder"``, and for other readers
             (:func:`asyncsync.read_weights`). The last two are kept.

@@ -22,7 +22,7 @@ from asyncsync.devices import home_of
 from asyncsync.errors import PlanError, TransferError
 from asyncsync.masters import MasterWeights, NamedTensors, Pair
 from asyncsync.messages import NameMap
-from asyncsync.packing import host_address
+from asyncsync.packing import is_dense
 from asyncsync.shards import Block, Holding
 from asyncsync.transports.dtensor import Boxes, is_dtensor, local_tensor
 
@@ -76,7 +76,7 @@ class Snapshot:
         holding: Which part of each tensor that is; None if every tensor is whole.
         gather: Collective. Gives a tensor whole, by its index, where no tensor lies here; on some ranks only None.
         home: Where the weights are, if the tensors are copies of them that lie elsewhere.
-        addresses: What :func:`~asyncsync.packing.host_address` says of each tensor, if that is known.
+        dense: What :func:`~asyncsync.packing.is_dense` says of each tensor, if that is known.
     """
 
     specs: tuple[TensorSpec, ...]
@@ -84,7 +84,7 @@ class Snapshot:
     holding: Holding | None = None
     gather: Callable[[int], Tensor | None] | None = None
     home: torch.device | None = None
-    addresses: tuple[int, ...] = ()
+    dense: tuple[bool, ...] = ()
 
     @property
     def device(self) -> torch.device:
@@ -148,7 +148,7 @@ class WeightSource:
                 if last is None or tensors is None:
                     last, tensors = _read_anew(pairs, dtype)
         self._last = last
-        return Snapshot(last.specs, tensors, last.holding, addresses=last.addresses)
+        return Snapshot(last.specs, tensors, last.holding, dense=last.dense)
 
     def _read_gathered(self, weights: GatheredWeights, name_map: NameMap | None, dtype: torch.dtype | None) -> Snapshot:
         described = [(name, held, tuple(shape)) for name, held, shape in weights.describe()]
@@ -236,7 +236,7 @@ class _Reading:
             if self._is_own[index]
         )
         own_tensors = self.own(one.tensor for one in held)
-        self.addresses = tuple(host_address(spec, own) for spec, own in zip(self.specs, own_tensors, strict=True))
+        self.dense = tuple(is_dense(spec, own) for spec, own in zip(self.specs, own_tensors, strict=True))
         holding = tuple(block for (*_, block), own in zip(layout, self._is_own, strict=True) if own)
         self.holding = None if all(block is None for block in holding) else holding
 

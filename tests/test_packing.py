@@ -15,8 +15,8 @@ from asyncsync.packing import (
     arena_views,
     digest_weights,
     hash_bucket,
-    host_address,
     in_place,
+    is_dense,
     pack,
     pack_and_hash,
     row_major,
@@ -114,7 +114,7 @@ def test_another_dtype_in_the_plan_converts(bucket_size: int) -> None:
 
 
 @pytest.mark.parametrize("bucket_size", [64, 192, 1 << 20])
-@pytest.mark.parametrize("are_known", [False, True], ids=["addresses found", "addresses given"])
+@pytest.mark.parametrize("are_known", [False, True], ids=["looked at", "known"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_packing_and_hashing_in_one_go_is_the_same(
     dtype: torch.dtype, bucket_size: int, are_known: bool, monkeypatch: pytest.MonkeyPatch
@@ -125,14 +125,14 @@ def test_packing_and_hashing_in_one_go_is_the_same(
     specs = [TensorSpec(f"t{index}", tensor.dtype, tuple(tensor.shape)) for index, tensor in enumerate(tensors)]
     specs[-1] = TensorSpec("converted", torch.bfloat16, (40,))
     plan = plan_buckets(specs, bucket_size)
-    addresses = tuple(map(host_address, specs, tensors)) if are_known else ()
+    dense = tuple(map(is_dense, specs, tensors)) if are_known else ()
     arenas = [torch.zeros(plan.arena_nbytes, dtype=torch.uint8) for _ in range(2)]
     apart, at_once = StreamingDigests(len(specs)), StreamingDigests(len(specs))
     for bucket in plan.buckets:
         one, other = (arena[bucket.start : bucket.stop] for arena in arenas)
         pack(plan, bucket, tensors, one)
         hash_bucket(plan, bucket, one, apart)
-        pack_and_hash(plan, bucket, tensors, other, addresses, at_once)
+        pack_and_hash(plan, bucket, tensors, other, dense, at_once)
     assert torch.equal(*arenas)
     assert apart.result().tolist() == at_once.result().tolist()
 

@@ -486,6 +486,32 @@ async def test_an_engine_that_holds_requests_back_by_itself_tells_how_long(stage
             assert paused == [None] * len(update.outcomes)
 
 
+@pytest.mark.parametrize("staged", [True, False], ids=["staged", "in place"])
+async def test_another_module_in_the_place_of_that_which_was_agreed_on_is_updated(staged: bool) -> None:
+    async with synced(staged=staged) as (trainer, engines, synchronizer):
+        await synchronizer.update_weights()
+        engines[0].module = copy.deepcopy(engines[0].module)
+        change(trainer)
+        await synchronizer.update_weights()
+        assert [contents(engine.module) for engine in engines] == [contents(trainer)] * len(engines)
+
+
+@pytest.mark.parametrize("staged", [True, False], ids=["staged", "in place"])
+async def test_a_module_that_is_replaced_after_its_weights_were_received_is_no_success(staged: bool) -> None:
+    async with synced(staged=staged) as (trainer, engines, synchronizer):
+        await synchronizer.update_weights()
+
+        async def replace_module() -> None:
+            engines[0].module = copy.deepcopy(engines[0].module)
+
+        engines[0].after["receive_weights"] = replace_module
+        change(trainer)
+        with pytest.raises(asyncsync.WeightUpdateError, match="replaced while the update was under way"):
+            await synchronizer.update_weights()
+        await synchronizer.update_weights()
+        assert [contents(engine.module) for engine in engines] == [contents(trainer)] * len(engines)
+
+
 async def test_staged_engines_generate_during_the_transfer() -> None:
     async with synced() as (trainer, engines, synchronizer):
         await synchronizer.update_weights()

@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from asyncsync.buckets import plan_buckets
+from asyncsync.digests import StreamingDigests
 from asyncsync.errors import PlanError
-from asyncsync.packing import host_address
+from asyncsync.packing import is_dense, pack, pack_and_hash
 from asyncsync.weights import WeightSource
 from tests.sample import Zoo
 
@@ -176,8 +178,22 @@ def test_what_changed_since_the_last_reading_is_found(change: Callable[[nn.Linea
     again, anew = source.read(), WeightSource(module).read()
     assert again.specs == anew.specs
     assert [tensor.data_ptr() for tensor in again.tensors] == [tensor.data_ptr() for tensor in anew.tensors]
-    assert list(again.addresses) == list(map(host_address, again.specs, again.tensors))
+    assert list(again.dense) == list(map(is_dense, again.specs, again.tensors))
     assert all(not tensor.requires_grad for tensor in again.tensors)
+
+
+@pytest.mark.parametrize("nbytes", [1000, 200_000])
+def test_memory_that_is_moved_between_reading_and_copying_is_read_where_it_is(nbytes: int) -> None:
+    tensor = torch.ones(nbytes, dtype=torch.uint8)
+    snapshot = WeightSource({"a": tensor}).read()
+    tensor.untyped_storage().share_memory_()  # as putting it on a queue of torch.multiprocessing does
+    tensor.fill_(2)
+    plan = plan_buckets(snapshot.specs)
+    packed, hashed = (torch.zeros(plan.arena_nbytes, dtype=torch.uint8) for _ in range(2))
+    pack(plan, plan.buckets[0], snapshot.tensors, packed, snapshot.dense)
+    pack_and_hash(plan, plan.buckets[0], snapshot.tensors, hashed, snapshot.dense, StreamingDigests(1))
+    assert torch.equal(packed[:nbytes], tensor)
+    assert torch.equal(hashed[:nbytes], tensor)
 
 
 def test_what_cannot_be_sent_any_more_is_refused_by_name() -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -37,16 +37,15 @@ class Contents:
             (tensor, local) for tensor in self.tensors.values() if (local := local_tensor(tensor)) is not tensor
         ]
         self._kinds = _kinds(self.tensors.values())
-        self._holdings: list[Mapping[str, object]] = [
-            holding for part in module.modules() for holding in (part._modules, part._parameters, part._buffers)
-        ]
+        self._parts = list(module.modules())
+        self._holdings = _holdings(self._parts)
         self._sizes = list(map(len, self._holdings))
         self._names = list(itertools.chain.from_iterable(self._holdings))
         self._held = list(itertools.chain.from_iterable(map(_values, self._holdings)))
 
     def are_those_of(self, module: nn.Module) -> bool:
         """Whether the module still holds these very tensors, unchanged in kind."""
-        if not self._are_untouched():
+        if module is not self._parts[0] or not self._are_untouched():
             now = module_tensors(module)  # ten times slower, and knows what is no weight
             if now.keys() != self.tensors.keys() or any(now[name] is not one for name, one in self.tensors.items()):
                 return False
@@ -56,13 +55,20 @@ class Contents:
 
     def _are_untouched(self) -> bool:
         return (
-            list(map(len, self._holdings)) == self._sizes
+            all(map(operator.is_, _holdings(self._parts), self._holdings))
+            and list(map(len, self._holdings)) == self._sizes
             and list(itertools.chain.from_iterable(self._holdings)) == self._names
             and all(map(operator.is_, itertools.chain.from_iterable(map(_values, self._holdings)), self._held))
         )
 
 
 _values = operator.methodcaller("values")
+_dictionaries = operator.attrgetter("_modules", "_parameters", "_buffers")
+
+
+def _holdings(parts: Iterable[nn.Module]) -> list[Mapping[str, object]]:
+    """The dictionaries in which parts of a module hold what is theirs."""
+    return list(itertools.chain.from_iterable(map(_dictionaries, parts)))
 
 
 def _kinds(tensors: Collection[Tensor]) -> tuple[list[object], ...]:

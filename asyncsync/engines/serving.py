@@ -430,6 +430,8 @@ class ServedModule:
         names = all_names(session.plan)
         with self.receiver.taking(session):
             try:
+                if self._binding is not None and not self._binding.fits(self._module()):
+                    raise EngineError("the module's tensors were replaced while the update was under way")
                 session.loader.commit()
             except BaseException:
                 self.record.taint(f"update {session.order.version} could not be loaded", names)
