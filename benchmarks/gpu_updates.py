@@ -234,6 +234,8 @@ def fill(weights: Sequence[Tensor]) -> None:
 class LiveReading:
     """In place of reading host copies: tensors are read where they lie, whether or not there is memory."""
 
+    are_elsewhere = True
+
     def __init__(self, names: Sequence[str], tensors: Sequence[Tensor], *, keep: bool = False) -> None:
         self.tensors = tuple(tensors)
 

@@ -596,7 +596,7 @@ async def test_workers_that_wait_for_one_that_does_not_come_are_sent_away(
         update.cancel()
         with pytest.raises(asyncio.CancelledError):
             await update
-        assert await asyncio.to_thread(eventually, lambda: not llm._core.locked(), 3), "before the store gives up"
+        assert await asyncio.to_thread(eventually, lambda: not llm._core.locked()), "before the store gives up"
         restart(llm)
         await synchronizer.update_weights()
         assert await serves(llm, Chain(1))
