@@ -9,13 +9,14 @@ import asyncio
 import json
 import logging
 import os
+import select
 import signal
 import socket
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -430,13 +431,34 @@ async def lines() -> Found:
     return found
 
 
+async def one_bucket(source: Any) -> tuple[IpcEngineLink, Any]:
+    """A line over which the first of an update's two buckets has come, and the set, which is open."""
+    link = await joined(source)
+    await source.send.remote(1, 1)
+    return link, receive(link, 1, buckets=1)
+
+
+@contextmanager
+def polled() -> Iterator[threading.Event]:
+    """Set as soon as somebody looks at sockets: who waits at a line has come to its waiting then."""
+    reached, poll, patched = threading.Event(), select.poll, cast("Any", select)
+
+    def noted() -> Any:
+        reached.set()
+        return poll()
+
+    patched.poll = noted
+    try:
+        yield reached
+    finally:
+        patched.poll = poll
+
+
 async def left() -> Found:
     """An engine that leaves with a set open: the source never writes to it, and frees it once it is closed."""
     found: Found = {}
     async with Peer.start(Source) as source:
-        link = await joined(source)
-        await source.send.remote(1, 1)
-        lent = receive(link, 1, buckets=1)
+        link, lent = await one_bucket(source)
         view = lent.memory[5:]
         link.close()
         found["retired"] = await source.retired.remote()
@@ -458,12 +480,10 @@ async def killed() -> Found:
     """A source that is killed while an engine waits for its next bucket."""
     found: Found = {}
     async with Peer.start(Source) as source:
-        link = await joined(source)
-        await source.send.remote(1, 1)
-        lent = receive(link, 1, buckets=1)
-        waiting = asyncio.ensure_future(asyncio.to_thread(link.wait, link.start_receive(lent.memory), NEVER))
-        await asyncio.wait([waiting], timeout=0.1)
-        found["waits"] = not waiting.done()
+        link, lent = await one_bucket(source)
+        with polled() as reached:
+            waiting = asyncio.ensure_future(asyncio.to_thread(link.wait, link.start_receive(lent.memory), NEVER))
+            found["waits"] = await asyncio.to_thread(reached.wait, 10) and not waiting.done()
         dying = source.kill.remote()
         try:
             await waiting
@@ -513,9 +533,9 @@ async def engine_killed() -> Found:
         found["open"] = [await engine.receive.remote(), source.allocated()]
         assert source._link is not None
         source._last = source._link.start_send(torch.empty(0))
-        waiting = asyncio.ensure_future(source.wait())
-        await asyncio.wait([waiting], timeout=0.1)
-        found["waits"] = not waiting.done()
+        with polled() as reached:
+            waiting = asyncio.ensure_future(source.wait())
+            found["waits"] = await asyncio.to_thread(reached.wait, 10) and not waiting.done()
         dying = engine.kill.remote()
         await asyncio.wait([waiting, dying])
         found["error"] = str(waiting.exception())
