@@ -504,10 +504,10 @@ async def test_rollouts_that_go_on_during_updates_never_mix_versions(
         await synchronizer.update_weights()
         expected[1] = trainer(inputs).detach()
         seen: list[tuple[int | None, torch.Tensor]] = []
-        more = asyncio.Event()
+        more, enough = asyncio.Event(), asyncio.Event()
 
         async def roll_out() -> None:
-            while True:
+            while not enough.is_set():  # cancelled, one rank would wait for the other in a collective step for ever
                 seen.append(await cluster.call(pair[0], "generate", inputs))
                 more.set()
 
@@ -520,9 +520,8 @@ async def test_rollouts_that_go_on_during_updates_never_mix_versions(
                 more.clear()
                 await more.wait()
         finally:
-            for client in clients:
-                client.cancel()
-            await asyncio.wait(clients)
+            enough.set()
+            await asyncio.gather(*clients)
     assert len({version for version, _ in seen}) >= 4
     assert all(torch.equal(outputs, expected[version]) for version, outputs in seen)
     assert not torch.equal(expected[2], expected[3])
