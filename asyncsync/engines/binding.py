@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import TypeAlias, cast
 
 from torch import Tensor, nn
 
@@ -38,10 +39,15 @@ class Contents:
         ]
         self._kinds = _kinds(self.tensors.values())
         self._parts = list(module.modules())
-        self._holdings = _holdings(self._parts)
-        self._sizes = list(map(len, self._holdings))
-        self._names = list(itertools.chain.from_iterable(self._holdings))
-        self._held = list(itertools.chain.from_iterable(map(_values, self._holdings)))
+        holdings = _holdings(self._parts)
+        self._types = list(map(type, holdings))
+        self._sizes = list(map(len, holdings))
+        # Scripted modules have dictionaries of a kind of their own.
+        are_plain = all(isinstance(each, dict) for each in holdings)
+        self._values = cast("_Values", dict.values) if are_plain else _values
+        holdings = list(itertools.compress(holdings, self._sizes))
+        self._names = list(itertools.chain.from_iterable(holdings))
+        self._held = list(itertools.chain.from_iterable(map(self._values, holdings)))
 
     def are_those_of(self, module: nn.Module) -> bool:
         """Whether the module still holds these very tensors, unchanged in kind."""
@@ -54,15 +60,17 @@ class Contents:
         )
 
     def _are_untouched(self) -> bool:
-        return (
-            all(map(operator.is_, _holdings(self._parts), self._holdings))
-            and list(map(len, self._holdings)) == self._sizes
-            and list(itertools.chain.from_iterable(self._holdings)) == self._names
-            and all(map(operator.is_, itertools.chain.from_iterable(map(_values, self._holdings)), self._held))
+        holdings = _holdings(self._parts)
+        if list(map(len, holdings)) != self._sizes or list(map(type, holdings)) != self._types:
+            return False
+        holdings = list(itertools.compress(holdings, self._sizes))  # most are empty
+        return list(itertools.chain.from_iterable(holdings)) == self._names and all(
+            map(operator.is_, itertools.chain.from_iterable(map(self._values, holdings)), self._held)
         )
 
 
-_values = operator.methodcaller("values")
+_Values: TypeAlias = Callable[[Mapping[str, object]], Iterable[object]]
+_values: _Values = operator.methodcaller("values")
 _dictionaries = operator.attrgetter("_modules", "_parameters", "_buffers")
 
 
