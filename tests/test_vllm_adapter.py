@@ -22,6 +22,7 @@ from asyncsync.engines.channel import Exchange, Hello, Line, answer_calls
 from asyncsync.engines.http import HTTPServer
 from asyncsync.engines.vllm.clients import HTTPClient, client_for
 from asyncsync.engines.vllm.lines import LinedWorkers
+from asyncsync.errors import AsyncSyncError
 from asyncsync.messages import EngineStatus, Policy, UpdateOrder
 from asyncsync.testing import Probe, copied, failed, step
 from tests.chain import Chain, continued
@@ -555,6 +556,41 @@ async def test_a_line_carries_values_errors_and_cancellations() -> None:
     with pytest.raises(asyncsync.EngineError, match="rank 0 is gone"):
         await line.call("describe_engine")
     exchange.close()
+
+
+class UnspeakableError(Exception):
+    """An error that cannot say what it is."""
+
+    def __str__(self) -> str:
+        raise ValueError
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        UnspeakableError(),
+        FileNotFoundError("\udcff"),  # a path that is no text
+        asyncsync.PlanError("PlanError", names=("\udcff",)),
+        asyncio.CancelledError(),  # that nobody has asked for
+        SystemExit(),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+@pytest.mark.asyncio
+async def test_whatever_ends_a_call_over_a_line_is_an_answer(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    async def fail(echo: Echo) -> EngineStatus:
+        raise error
+
+    monkeypatch.setattr(Echo, "describe_engine", fail)
+    exchange = Exchange("127.0.0.1")
+    line, answering = await connected(Echo(), exchange)
+    for _ in range(2):
+        with pytest.raises(AsyncSyncError, match=type(error).__name__):
+            await line.call("describe_engine")
+    exchange.close()
+    await answering
 
 
 @pytest.mark.parametrize(

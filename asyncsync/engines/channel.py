@@ -18,6 +18,7 @@ import secrets
 import struct
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -26,6 +27,7 @@ import torch
 from asyncsync import errors
 from asyncsync.engines.base import EngineReceipt
 from asyncsync.errors import AsyncSyncError, ConnectError, EngineError, PlanError
+from asyncsync.fanout import is_ours
 from asyncsync.messages import PROTOCOL_VERSION, Contacts, EngineStatus, Layout, Rendezvous, UpdateOrder
 
 T = TypeVar("T")
@@ -126,6 +128,20 @@ async def _read(reader: asyncio.StreamReader, kind: type[T], most: int = MAX_MES
 def _write(writer: asyncio.StreamWriter, message: object) -> None:
     data = encode(message)
     writer.write(_LENGTH.pack(len(data)) + data)
+
+
+def _told(number: int, error: BaseException) -> Answer:
+    """What is said of an error: something, whatever it is."""
+    try:
+        text = _sayable(error)
+        names = tuple(map(_sayable, error.names)) if isinstance(error, PlanError) else ()
+    except Exception:  # noqa: BLE001 - it cannot even say what it is
+        text, names = "", ()
+    return Answer(number=number, error=type(error).__name__, message=text, names=names)
+
+
+def _sayable(value: object) -> str:
+    return str(value).encode(errors="backslashreplace").decode()
 
 
 class Line:
@@ -326,16 +342,18 @@ async def answer_calls(
     connected(writer.get_extra_info("sockname")[0])
     running: dict[int, asyncio.Task[None]] = {}
 
+    def ended(number: int, task: asyncio.Task[None]) -> None:
+        del running[number]
+
     async def answer(request: Request) -> None:
         try:
             kind, returns = CALLS[request.method]
             value = await getattr(rank, request.method)(*decode(request.arguments, kind))
             said = Answer(number=request.number, value=b"" if returns is None else encode(value))
-        except Exception as error:  # noqa: BLE001 - whatever it is, the caller is to hear it
-            names = error.names if isinstance(error, PlanError) else ()
-            said = Answer(number=request.number, error=type(error).__name__, message=str(error), names=tuple(names))
-        finally:
-            del running[request.number]
+        except BaseException as error:
+            if isinstance(error, GeneratorExit) or (isinstance(error, asyncio.CancelledError) and is_ours(error)):
+                raise
+            said = _told(request.number, error)
         _write(writer, said)
 
     try:
@@ -343,9 +361,10 @@ async def answer_calls(
         while True:
             request = await _read(reader, Request)
             if request.method:
-                running[request.number] = asyncio.ensure_future(answer(request))
-            elif (task := running.get(request.number)) is not None:
-                task.cancel()
+                task = running[request.number] = asyncio.ensure_future(answer(request))
+                task.add_done_callback(partial(ended, request.number))
+            elif (cancelled := running.get(request.number)) is not None:
+                cancelled.cancel()
     except (asyncio.IncompleteReadError, ConnectionError):
         pass  # the conductor has hung up
     except (msgspec.DecodeError, EngineError) as error:
