@@ -5,8 +5,10 @@ An update's calls must be answered while the engine generates, loads or hangs, s
 own to whoever conducts it. The rank connects, to an address and with a token that came in through the engine's API.
 
 Messages are msgpack, each behind its length, decoded into the very dataclasses that are expected and nothing else: no
-side can make the other run anything but the calls of :data:`CALLS`. This module and its neighbours for vLLM are the
+side can make the other run anything but calls that are listed. This module and its neighbours for vLLM are the
 only users of ``msgspec``.
+
+Of the library's own engines, actors on the conductor's node have such a line, too (:mod:`asyncsync.engines.line`).
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import secrets
 import struct
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 import torch
@@ -30,7 +32,10 @@ from asyncsync.messages import PROTOCOL_VERSION, Contacts, EngineStatus, Layout,
 
 T = TypeVar("T")
 
-CALLS: Mapping[str, tuple[Any, Any]] = {
+Calls: TypeAlias = Mapping[str, tuple[Any, Any]]
+"""Calls that can be made: what they take, and what they return."""
+
+CALLS: Calls = {
     "describe_engine": (tuple[()], EngineStatus),
     "accept_layout": (tuple[Layout], None),
     "open_group": (tuple[Rendezvous], Contacts),
@@ -42,7 +47,7 @@ CALLS: Mapping[str, tuple[Any, Any]] = {
     "check_pause": (tuple[int], None),
     "released_memory": (tuple[()], dict[str, bool]),
 }
-"""The calls that a rank answers: what they take, and what they return."""
+"""The calls that a rank in a program of its own answers."""
 
 HELLO_TIMEOUT = 5.0
 """Seconds within which who connects must say who it is."""
@@ -60,6 +65,10 @@ _ERRORS: Mapping[str, type[AsyncSyncError]] = {
     if isinstance(kind, type) and issubclass(kind, AsyncSyncError) and kind is not errors.EngineErrorGroup
 }
 _log = logging.getLogger("asyncsync")
+
+
+class LineBrokenError(EngineError):
+    """The other side is gone, or has hung up."""
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True):
@@ -135,15 +144,19 @@ class Line:
         hello: What the rank said.
         reader: From the rank.
         writer: To it.
+        calls: What it answers.
 
     Attributes:
         rank: Which of the engine's ranks it is.
         ranks: How many there are.
     """
 
-    def __init__(self, hello: Hello, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(
+        self, hello: Hello, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, calls: Calls = CALLS
+    ) -> None:
         self.rank = hello.rank
         self.ranks = hello.ranks
+        self._calls = calls
         self._reader, self._writer = reader, writer
         self._numbers = itertools.count()
         self._waiting: dict[int, asyncio.Future[Answer]] = {}
@@ -162,7 +175,8 @@ class Line:
 
         Raises:
             AsyncSyncError: What the rank raised.
-            EngineError: It is gone, or raised something else.
+            LineBrokenError: It is gone.
+            EngineError: It raised something else.
         """
         number = next(self._numbers)
         encoded = await asyncio.to_thread(encode, arguments) if method == "accept_layout" else encode(arguments)
@@ -179,12 +193,12 @@ class Line:
             del self._waiting[number]
         if found.error is not None:
             raise _as_error(found)
-        kind = CALLS[method][1]
+        kind = self._calls[method][1]
         return None if kind is None else decode(found.value, kind)
 
     def _check_open(self) -> None:
         if not self.is_open:
-            raise EngineError(f"rank {self.rank} is gone: its connection broke")
+            raise LineBrokenError(f"rank {self.rank} is gone: its connection broke")
 
     async def _listen(self) -> None:
         try:
@@ -199,7 +213,7 @@ class Line:
             self._writer.close()
             for waiting in self._waiting.values():
                 if not waiting.done():
-                    waiting.set_exception(EngineError(f"rank {self.rank} is gone: its connection broke"))
+                    waiting.set_exception(LineBrokenError(f"rank {self.rank} is gone: its connection broke"))
 
     def close(self) -> None:
         """Hang up. Does not wait."""
@@ -219,14 +233,16 @@ class Exchange:
 
     Args:
         address: Where this process is reached from theirs.
+        calls: What they answer.
 
     Attributes:
         address: Where it listens.
         token: What a rank must know.
     """
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, calls: Calls = CALLS) -> None:
         self.address = address
+        self._calls = calls
         self.token = secrets.token_hex(16)
         self._lines: dict[int, Line] = {}
         self._changed = asyncio.Event()
@@ -278,7 +294,7 @@ class Exchange:
             return
         if (old := self._lines.get(hello.rank)) is not None:
             old.close()
-        self._lines[hello.rank] = Line(hello, reader, writer)
+        self._lines[hello.rank] = Line(hello, reader, writer, self._calls)
         self._changed.set()
 
     async def all_lines(self, timeout: float) -> list[Line]:
@@ -298,13 +314,17 @@ class Exchange:
             ) from error
         return self.lines
 
-    def close(self) -> None:
-        """Hang up, and listen no more. Does not wait."""
+    def listen_no_more(self) -> None:
+        """Let nobody else connect. Does not wait."""
         self._closed = True
-        for line in self._lines.values():
-            line.close()
         if self._server is not None:
             self._server.close()
+
+    def close(self) -> None:
+        """Hang up, and listen no more. Does not wait."""
+        for line in self._lines.values():
+            line.close()
+        self.listen_no_more()
 
 
 async def answer_calls(
@@ -324,14 +344,39 @@ async def answer_calls(
     """
     reader, writer = await asyncio.open_connection(address, port)
     connected(writer.get_extra_info("sockname")[0])
+    await answer_over(rank, hello, reader, writer)
+
+
+async def answer_over(
+    rank: object,
+    hello: Hello,
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    calls: Calls = CALLS,
+    failed: Callable[[str, tuple[Any, ...], Exception], None] = lambda method, arguments, error: None,
+) -> None:
+    """:func:`answer_calls` over a connection that is there.
+
+    Args:
+        rank: Has the methods of the calls.
+        hello: Who it is.
+        reader: From the conductor.
+        writer: To it.
+        calls: What it answers; nothing else can be called.
+        failed: Told which call has raised what, with which arguments.
+    """
     running: dict[int, asyncio.Task[None]] = {}
 
     async def answer(request: Request) -> None:
+        arguments: tuple[Any, ...] = ()
         try:
-            kind, returns = CALLS[request.method]
-            value = await getattr(rank, request.method)(*decode(request.arguments, kind))
+            kind, returns = calls[request.method]
+            arguments = decode(request.arguments, kind)
+            value = await getattr(rank, request.method)(*arguments)
             said = Answer(number=request.number, value=b"" if returns is None else encode(value))
         except Exception as error:  # noqa: BLE001 - whatever it is, the caller is to hear it
+            if arguments:
+                failed(request.method, arguments, error)
             names = error.names if isinstance(error, PlanError) else ()
             said = Answer(number=request.number, error=type(error).__name__, message=str(error), names=tuple(names))
         finally:
@@ -349,7 +394,7 @@ async def answer_calls(
     except (asyncio.IncompleteReadError, ConnectionError):
         pass  # the conductor has hung up
     except (msgspec.DecodeError, EngineError) as error:
-        _log.warning("whoever listens at %s:%d is no conductor of ours: %s", address, port, error)
+        _log.warning("whoever listens is no conductor of ours: %s", error)
     finally:
         for task in list(running.values()):
             task.cancel()

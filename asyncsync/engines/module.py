@@ -233,6 +233,16 @@ class ModuleEngine:
         await self._asyncsync.resume_generation(epoch)
 
     @cluster.control
+    async def open_line(self, token: str, port: int) -> bool:
+        """Answer a conductor's calls over a connection, too. See :mod:`asyncsync.engines.line`."""
+        return await self._asyncsync.lines.open(self, token, port)
+
+    @cluster.control
+    async def repeat_error(self, token: str, method: str, epoch: int) -> bool:
+        """Raise what a call over such a connection has raised. See :mod:`asyncsync.engines.line`."""
+        return self._asyncsync.lines.repeat_error(token, method, epoch)
+
+    @cluster.control
     async def give_weights(self, order: UpdateOrder) -> EngineReceipt:
         """See :meth:`asyncsync.GivingEngine.give_weights`."""
         return await self._asyncsync.give_weights(order)
