@@ -1,22 +1,22 @@
 """A line to an engine's actor on the conductor's node: what an update asks for in its hot path goes over it.
 
 A call through Ray takes a millisecond or more each way; over a connection of its own it takes a fifth of that. All else
-is called through Ray, and so is everything where there is no line: on another node, or while it is broken. Through Ray
-the actor is asked to connect, and told the token; and what a call raised comes back through Ray too, whole, with the
-actor's traceback.
+is called through Ray, and so is everything where there is no line: on another node, or once it broke, until the engine
+joins a group again. Through Ray the actor is asked to connect, and told the token; and what a call raised comes back
+through Ray too, whole, with the actor's traceback.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
+from collections import deque
 from typing import Any
 
 from asyncsync import cluster
 from asyncsync.engines.base import EngineReceipt
 from asyncsync.engines.channel import Calls, Exchange, Hello, Line, LineBrokenError, answer_over
-from asyncsync.errors import ConnectError
+from asyncsync.errors import ConnectError, EngineError
 from asyncsync.messages import Policy, UpdateOrder
 
 CALLS: Calls = {
@@ -30,6 +30,8 @@ CALLS: Calls = {
 LOOPBACK = "127.0.0.1"
 LINE_TIMEOUT = 5.0
 """Seconds within which the actor must connect."""
+
+_REMEMBERED = 64  # lines that have ended: their conductors may ask still
 
 _log = logging.getLogger("asyncsync")
 
@@ -85,9 +87,9 @@ class ActorLine:
         except Exception as error:  # noqa: BLE001 - the actor has kept what it was
             failure = error
         knows = await cluster.call(self._handle, "repeat_error", exchange.token, method, _epoch_of(arguments))
-        if isinstance(failure, LineBrokenError) and not knows:
-            raise cluster.actor_was_lost("it was replaced") from failure
-        raise failure
+        if not isinstance(failure, LineBrokenError):
+            raise failure
+        raise EngineError("its connection broke") if knows else cluster.actor_was_lost("it was replaced")
 
     def close(self) -> None:
         """Hang up. Does not wait."""
@@ -101,6 +103,7 @@ class AnsweredLines:
 
     def __init__(self) -> None:
         self._errors: dict[str, dict[tuple[str, int], Exception]] = {}
+        self._ended: deque[str] = deque(maxlen=_REMEMBERED)
         self._answering: set[asyncio.Task[None]] = set()
 
     def __repr__(self) -> str:
@@ -140,6 +143,7 @@ class AnsweredLines:
             await answer_over(engine, Hello(token=token, rank=0, ranks=1), reader, writer, CALLS, failed)
         finally:
             del self._errors[token]
+            self._ended.append(token)
 
     def repeat_error(self, token: str, method: str, epoch: int) -> bool:
         """Raise what a call has raised, once more.
@@ -147,12 +151,9 @@ class AnsweredLines:
         Returns:
             Whether the line is one of this process.
         """
-        errors = next((errors for known, errors in self._errors.items() if secrets.compare_digest(known, token)), None)
-        if errors is None:
-            return False
-        if (error := errors.pop((method, epoch), None)) is not None:
+        if (error := self._errors.get(token, {}).pop((method, epoch), None)) is not None:
             raise error
-        return True
+        return token in self._errors or token in self._ended
 
 
 def _epoch_of(arguments: tuple[Any, ...]) -> int:

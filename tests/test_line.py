@@ -1,0 +1,158 @@
+"""Lines: engines on the conductor's node are called without Ray in the hot path, and nothing else is different."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import ray
+from ray.exceptions import RayTaskError
+from torch import nn
+
+import asyncsync
+from asyncsync import EngineError, EngineState, WeightSynchronizer, cluster
+from asyncsync.engines.line import AnsweredLines
+from asyncsync.messages import UpdateOrder
+from tests.actors import EngineActor
+from tests.sample import Zoo, contents
+
+pytestmark = [pytest.mark.asyncio, pytest.mark.ray]
+
+ZOO = partial(Zoo, 2, strided=False)
+BOTH = pytest.mark.parametrize("staged", [True, False], ids=["staged", "in place"])
+
+
+class BrokenError(Exception):
+    """An error of an engine's own."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(code)
+        self.code = code
+
+
+class LinedActor(EngineActor):
+    """An engine that does with its lines what it is told."""
+
+    def __init__(self) -> None:
+        super().__init__(ZOO)
+        self._whims: set[str] = set()
+
+    async def hold(self, whims: set[str], *, staged: bool) -> None:
+        """Serve anew."""
+        self._whims = whims
+        asyncsync.ModuleEngine.__init__(self, ZOO(), staged=staged)
+
+    async def open_line(self, token: str, port: int) -> bool:
+        """See :meth:`asyncsync.ModuleEngine.open_line`."""
+        if "unreachable" in self._whims:
+            return await super().open_line(token, 9)  # where nobody listens
+        return await super().open_line(token, port)
+
+    async def finish_weight_update(self, order: UpdateOrder) -> float | None:
+        """See :meth:`asyncsync.RolloutEngine.finish_weight_update`."""
+        if "fails" in self._whims:
+            raise BrokenError(7)
+        if "hangs up" in self._whims:
+            self._whims.clear()
+            for answering in self._lines._answering:
+                answering.cancel()
+            await asyncio.Event().wait()
+        return await super().finish_weight_update(order)
+
+    async def hung_up(self) -> bool:
+        """Wait for the ends of all its lines."""
+        while self._lines._answering:
+            await asyncio.wait(self._lines._answering)
+        return True
+
+    @property
+    def _lines(self) -> AnsweredLines:
+        return self._asyncsync.lines
+
+
+RemoteLined = asyncsync.remote(num_cpus=0)(LinedActor)
+
+
+@pytest.fixture(scope="module")
+def engine(ray_cluster: None) -> Iterator[Any]:
+    actor = RemoteLined.remote()
+    yield actor
+    ray.kill(actor)
+
+
+@pytest.fixture
+def through_ray(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The calls that went through Ray."""
+    calls: list[str] = []
+    call = cluster.call
+
+    async def noted(handle: Any, method: str, *args: Any, **kwargs: Any) -> Any:
+        calls.append(method)
+        return await call(handle, method, *args, **kwargs)
+
+    monkeypatch.setattr(cluster, "call", noted)
+    return calls
+
+
+async def assert_brought(engine: Any, trainer: nn.Module) -> None:
+    assert await engine.contents.remote() == contents(trainer)
+
+
+@BOTH
+async def test_an_update_calls_an_engine_over_its_line_alone(engine: Any, through_ray: list[str], staged: bool) -> None:
+    await engine.hold.remote(set(), staged=staged)
+    trainer = Zoo(1)
+    async with WeightSynchronizer(trainer, [engine]) as synchronizer:
+        await synchronizer.update_weights()
+        assert "open_line" in through_ray
+        through_ray.clear()
+        for _ in range(3):
+            trainer.weight.data.add_(1)
+            await synchronizer.update_weights()
+            assert through_ray == []
+            await assert_brought(engine, trainer)
+    assert await engine.hung_up.remote()
+
+
+@BOTH
+async def test_who_cannot_be_reached_over_a_line_is_called_through_ray(
+    engine: Any, through_ray: list[str], staged: bool
+) -> None:
+    await engine.hold.remote({"unreachable"}, staged=staged)
+    trainer = Zoo(1)
+    async with WeightSynchronizer(trainer, [engine]) as synchronizer:
+        await synchronizer.update_weights()
+        through_ray.clear()
+        await synchronizer.update_weights()
+        assert {"receive_weights", "finish_weight_update"} <= set(through_ray)
+        await assert_brought(engine, trainer)
+
+
+async def test_an_engines_own_error_comes_whole_with_the_actors_traceback(engine: Any) -> None:
+    await engine.hold.remote({"fails"}, staged=True)
+    async with WeightSynchronizer(Zoo(1), [engine]) as synchronizer:
+        with pytest.raises(EngineError, match="BrokenError: 7") as caught:
+            await synchronizer.update_weights()
+        error = caught.value.__cause__
+        assert isinstance(error, BrokenError)
+        assert error.code == 7
+        assert isinstance(error.__cause__, RayTaskError)
+        assert "in finish_weight_update" in str(error.__cause__)
+
+
+async def test_a_line_that_breaks_in_the_middle_of_a_call_is_a_failure_and_ray_takes_its_place(
+    engine: Any, through_ray: list[str]
+) -> None:
+    await engine.hold.remote({"hangs up"}, staged=True)
+    trainer = Zoo(1)
+    async with WeightSynchronizer(trainer, [engine]) as synchronizer:
+        with pytest.raises(EngineError, match="its connection broke") as caught:
+            await synchronizer.update_weights()
+        assert caught.value.outcomes[0].state in (EngineState.UNCHANGED, EngineState.TAINTED)
+        through_ray.clear()
+        await synchronizer.update_weights()
+        assert "finish_weight_update" in through_ray
+        await assert_brought(engine, trainer)
