@@ -62,6 +62,7 @@ class LinedActor(EngineActor):
             await asyncio.Event().wait()
         return await super().finish_weight_update(order)
 
+    @cluster.control
     async def hung_up(self) -> bool:
         """Wait for the ends of all its lines."""
         while self._lines._answering:

@@ -306,6 +306,8 @@ class Exchange:
         try:
             async with asyncio.timeout(timeout):
                 while not self.lines:
+                    if self._closed:
+                        raise ConnectError("nobody waits for the engine's ranks any more")
                     self._changed.clear()
                     await self._changed.wait()
         except TimeoutError as error:
@@ -317,6 +319,7 @@ class Exchange:
     def listen_no_more(self) -> None:
         """Let nobody else connect. Does not wait."""
         self._closed = True
+        self._changed.set()
         if self._server is not None:
             self._server.close()
 

@@ -16,7 +16,7 @@ from typing import Any
 from asyncsync import cluster
 from asyncsync.engines.base import EngineReceipt
 from asyncsync.engines.channel import Calls, Exchange, Hello, Line, LineBrokenError, answer_over
-from asyncsync.errors import ConnectError, EngineError
+from asyncsync.errors import EngineError
 from asyncsync.messages import Policy, UpdateOrder
 
 CALLS: Calls = {
@@ -30,6 +30,12 @@ CALLS: Calls = {
 LOOPBACK = "127.0.0.1"
 LINE_TIMEOUT = 5.0
 """Seconds within which the actor must connect."""
+
+PATIENCE = 1.0
+"""Seconds for an actor whose line broke to say that it is there."""
+
+KEPT = 60.0
+"""Seconds for which an actor keeps what a call has raised."""
 
 _REMEMBERED = 64  # lines that have ended: their conductors may ask still
 
@@ -47,6 +53,7 @@ class ActorLine:
         self._handle = handle
         self._exchange: Exchange | None = None
         self._line: Line | None = None
+        self._opening = asyncio.Lock()
 
     def __repr__(self) -> str:
         return f"<ActorLine {self._line!r}>"
@@ -58,19 +65,22 @@ class ActorLine:
 
     async def open(self) -> None:
         """Have the actor connect, unless it has. If it cannot, there is no line."""
-        if self.is_open:
-            return
-        self.close()
+        async with self._opening:
+            if not self.is_open:
+                self.close()
+                await self._open()
+
+    async def _open(self) -> None:
         exchange = self._exchange = Exchange(LOOPBACK, CALLS)
         try:
             if await cluster.call(self._handle, "open_line", exchange.token, await exchange.open()):
                 (self._line,) = await exchange.all_lines(LINE_TIMEOUT)
-        except (ConnectError, cluster.ActorLostError) as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is, there is Ray
             _log.info("no line to %s: %s", cluster.actor_class_name(self._handle), error)
         finally:
             exchange.listen_no_more()
             if self._line is None:
-                self.close()
+                exchange.close()
 
     async def call(self, method: str, *arguments: Any) -> Any:
         """Call the actor.
@@ -84,12 +94,19 @@ class ActorLine:
         assert line is not None
         try:
             return await line.call(method, *arguments)
-        except Exception as error:  # noqa: BLE001 - the actor has kept what it was
-            failure = error
-        knows = await cluster.call(self._handle, "repeat_error", exchange.token, method, _epoch_of(arguments))
-        if not isinstance(failure, LineBrokenError):
-            raise failure
-        raise EngineError("its connection broke") if knows else cluster.actor_was_lost("it was replaced")
+        except LineBrokenError:
+            error: Exception = EngineError("its connection broke")
+            patience: float | None = PATIENCE  # an actor that Ray starts anew answers in its own time
+        except Exception as raised:  # noqa: BLE001 - the actor has kept what it was
+            error, patience = raised, None
+        try:
+            async with asyncio.timeout(patience):
+                knows = await cluster.call(self._handle, "repeat_error", exchange.token, method, _epoch_of(arguments))
+        except TimeoutError:
+            if patience is None:
+                raise
+            knows = False
+        raise error if knows else cluster.actor_was_lost("its connection broke, and it does not answer")
 
     def close(self) -> None:
         """Hang up. Does not wait."""
@@ -136,8 +153,10 @@ class AnsweredLines:
         errors = self._errors[token] = {}
 
         def failed(method: str, arguments: tuple[Any, ...], error: Exception) -> None:
+            key = method, _epoch_of(arguments)
             errors.clear()  # their tracebacks hold on to a lot
-            errors[method, _epoch_of(arguments)] = error
+            errors[key] = error
+            asyncio.get_running_loop().call_later(KEPT, errors.pop, key, None)
 
         try:
             await answer_over(engine, Hello(token=token, rank=0, ranks=1), reader, writer, CALLS, failed)

@@ -58,6 +58,7 @@ class RemoteEngine:
         self._groups.add(rendezvous.connection)
         if self._line is not None and self._node and self._node == this_node():
             await self._line.open()
+            self._hang_up_if_unused()  # it may have left meanwhile
         return contacts
 
     async def join_group(self, connection: str, contacts: Contacts) -> None:
@@ -68,8 +69,7 @@ class RemoteEngine:
             await cluster.call(self.handle, "leave_group", connection)
         finally:
             self._groups.discard(connection)
-            if self._line is not None and not self._groups:
-                self._line.close()
+            self._hang_up_if_unused()
 
     async def pause_generation(self, epoch: int, policy: Policy) -> None:
         await self._call("pause_generation", epoch, policy)
@@ -96,6 +96,10 @@ class RemoteEngine:
     async def give_weights(self, order: UpdateOrder) -> EngineReceipt:
         receipt: EngineReceipt = await cluster.call(self.handle, "give_weights", order)
         return receipt
+
+    def _hang_up_if_unused(self) -> None:
+        if self._line is not None and not self._groups:
+            self._line.close()
 
     async def _call(self, method: str, *arguments: Any) -> Any:
         if self._line is not None and self._line.is_open:
