@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+import psutil
 import pytest
 import ray
 from ray.exceptions import RayTaskError
@@ -14,7 +15,8 @@ from torch import nn
 
 import asyncsync
 from asyncsync import EngineError, EngineState, WeightSynchronizer, cluster
-from asyncsync.engines.line import AnsweredLines
+from asyncsync.engines.channel import Exchange, Line
+from asyncsync.engines.line import LOOPBACK, ActorLine, AnsweredLines
 from asyncsync.messages import UpdateOrder
 from tests.actors import EngineActor
 from tests.sample import Zoo, contents
@@ -47,6 +49,8 @@ class LinedActor(EngineActor):
 
     async def open_line(self, token: str, port: int) -> bool:
         """See :meth:`asyncsync.ModuleEngine.open_line`."""
+        if "silent" in self._whims:
+            return True
         if "unreachable" in self._whims:
             return await super().open_line(token, 9)  # where nobody listens
         return await super().open_line(token, port)
@@ -157,3 +161,41 @@ async def test_a_line_that_breaks_in_the_middle_of_a_call_is_a_failure_and_ray_t
         await synchronizer.update_weights()
         assert "finish_weight_update" in through_ray
         await assert_brought(engine, trainer)
+
+
+def listening() -> set[int]:
+    """The ports on which this process lets others connect over loopback."""
+    connections = psutil.Process().net_connections(kind="tcp4")
+    return {each.laddr.port for each in connections if each.status == "LISTEN" and each.laddr.ip == LOOPBACK}
+
+
+async def test_who_opens_a_line_at_the_same_time_opens_one(engine: Any, through_ray: list[str]) -> None:
+    await engine.hold.remote(set(), staged=True)
+    before = listening()
+    line = ActorLine(engine)
+    await asyncio.gather(*(line.open() for _ in range(3)))
+    assert line.is_open
+    assert through_ray == ["open_line"]
+    assert listening() == before, "nobody else is expected"
+    line.close()
+    assert await engine.hung_up.remote()
+
+
+async def test_who_hangs_up_while_a_line_is_opened_is_not_waited_for(
+    engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await engine.hold.remote({"silent"}, staged=True)
+    waiting, all_lines = asyncio.Event(), Exchange.all_lines
+
+    async def noted(self: Exchange, timeout: float) -> list[Line]:
+        waiting.set()
+        return await all_lines(self, timeout)
+
+    monkeypatch.setattr(Exchange, "all_lines", noted)
+    monkeypatch.setattr("asyncsync.engines.line.LINE_TIMEOUT", 1000.0)
+    line = ActorLine(engine)
+    opening = asyncio.create_task(line.open())
+    await waiting.wait()
+    line.close()
+    await opening
+    assert not line.is_open
