@@ -125,11 +125,6 @@ def is_actor_class(candidate: object) -> bool:
     return isinstance(candidate, ActorClass)
 
 
-def actor_was_lost(what: str) -> Exception:
-    """An :data:`ActorLostError` of what was not heard of through Ray."""
-    return RayActorError(error_msg=what)
-
-
 def how_it_was_lost(error: BaseException) -> str:
     """In a few words, how an actor was lost; what its constructor raised, if that was it."""
     creation = getattr(error, "creation_task_error", None) or error

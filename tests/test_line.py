@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import os
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -14,10 +16,11 @@ from ray.exceptions import RayTaskError
 from torch import nn
 
 import asyncsync
-from asyncsync import EngineError, EngineState, WeightSynchronizer, cluster
-from asyncsync.engines.channel import Exchange, Line
-from asyncsync.engines.line import LOOPBACK, ActorLine, AnsweredLines
-from asyncsync.messages import UpdateOrder
+from asyncsync import EngineError, EngineState, PlanError, WeightSynchronizer, WeightUpdateError, cluster
+from asyncsync.engines.channel import Exchange, Hello, Line, answer_calls
+from asyncsync.engines.line import LOOPBACK, ActorLine
+from asyncsync.engines.remote import RemoteEngine
+from asyncsync.messages import EngineStatus, UpdateOrder
 from tests.actors import EngineActor
 from tests.sample import Zoo, contents
 
@@ -41,41 +44,42 @@ class LinedActor(EngineActor):
     def __init__(self) -> None:
         super().__init__(ZOO)
         self._whims: set[str] = set()
+        self._line: asyncio.Future[bool]
 
     async def hold(self, whims: set[str], *, staged: bool) -> None:
         """Serve anew."""
         self._whims = whims
         asyncsync.ModuleEngine.__init__(self, ZOO(), staged=staged)
 
-    async def open_line(self, token: str, port: int) -> bool:
-        """See :meth:`asyncsync.ModuleEngine.open_line`."""
+    async def open_control_line(self, token: str, secret: str, port: int) -> bool:
+        """See :meth:`asyncsync.ModuleEngine.open_control_line`."""
         if "silent" in self._whims:
-            return True
+            await asyncio.Event().wait()
         if "unreachable" in self._whims:
-            return await super().open_line(token, 9)  # where nobody listens
-        return await super().open_line(token, port)
+            port = 9  # where nobody listens
+        if "doubtful" in self._whims:
+            secret = "another"
+        self._line = asyncio.ensure_future(super().open_control_line(token, secret, port))
+        await asyncio.wait([self._line])
+        return not self._line.cancelled() and self._line.result()
 
     async def finish_weight_update(self, order: UpdateOrder) -> float | None:
         """See :meth:`asyncsync.RolloutEngine.finish_weight_update`."""
         if "fails" in self._whims:
             raise BrokenError(7)
+        if "gives up" in self._whims:
+            raise asyncio.CancelledError
         if "hangs up" in self._whims:
             self._whims.clear()
-            for answering in self._lines._answering:
-                answering.cancel()
+            self._line.cancel()
             await asyncio.Event().wait()
         return await super().finish_weight_update(order)
 
     @cluster.control
     async def hung_up(self) -> bool:
-        """Wait for the ends of all its lines."""
-        while self._lines._answering:
-            await asyncio.wait(self._lines._answering)
+        """Wait for the end of its line."""
+        await asyncio.wait([self._line])
         return True
-
-    @property
-    def _lines(self) -> AnsweredLines:
-        return self._asyncsync.lines
 
 
 RemoteLined = asyncsync.remote(num_cpus=0)(LinedActor)
@@ -112,7 +116,7 @@ async def test_an_update_calls_an_engine_over_its_line_alone(engine: Any, throug
     trainer = Zoo(1)
     async with WeightSynchronizer(trainer, [engine]) as synchronizer:
         await synchronizer.update_weights()
-        assert "open_line" in through_ray
+        assert "open_control_line" in through_ray
         through_ray.clear()
         for _ in range(3):
             trainer.weight.data.add_(1)
@@ -122,11 +126,14 @@ async def test_an_update_calls_an_engine_over_its_line_alone(engine: Any, throug
     assert await engine.hung_up.remote()
 
 
+@pytest.mark.parametrize("whim", ["unreachable", "doubtful", "silent"])
 @BOTH
 async def test_who_cannot_be_reached_over_a_line_is_called_through_ray(
-    engine: Any, through_ray: list[str], staged: bool
+    engine: Any, through_ray: list[str], monkeypatch: pytest.MonkeyPatch, whim: str, staged: bool
 ) -> None:
-    await engine.hold.remote({"unreachable"}, staged=staged)
+    if whim == "silent":
+        monkeypatch.setattr("asyncsync.engines.line.LINE_TIMEOUT", 0.05)
+    await engine.hold.remote({whim}, staged=staged)
     trainer = Zoo(1)
     async with WeightSynchronizer(trainer, [engine]) as synchronizer:
         await synchronizer.update_weights()
@@ -148,13 +155,64 @@ async def test_an_engines_own_error_comes_whole_with_the_actors_traceback(engine
         assert "in finish_weight_update" in str(error.__cause__)
 
 
+class Unspeakable(Exception):
+    """An error that cannot say what it is."""
+
+    def __str__(self) -> str:
+        """Raise another."""
+        raise ValueError
+
+
+class Rank:
+    """A rank that fails."""
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    async def describe_engine(self) -> EngineStatus:
+        """Fail."""
+        raise self._error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        Unspeakable(),
+        FileNotFoundError("\udcff"),
+        PlanError("no", names=("\udcff",)),
+        asyncio.CancelledError(),
+        SystemExit(),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+async def test_whatever_ends_a_call_is_an_answer(error: BaseException) -> None:
+    exchange = Exchange(LOOPBACK)
+    hello = Hello(token=exchange.token, rank=0, ranks=1)
+    answering = asyncio.create_task(answer_calls(Rank(error), hello, LOOPBACK, await exchange.open()))
+    try:
+        (line,) = await exchange.all_lines(60)
+        for _ in range(2):
+            with pytest.raises(WeightUpdateError, match="no" if isinstance(error, PlanError) else type(error).__name__):
+                await line.call("describe_engine")
+    finally:
+        exchange.close()
+        await answering
+
+
+async def test_a_cancelled_error_that_nobody_asked_for_is_a_failure(engine: Any) -> None:
+    await engine.hold.remote({"gives up"}, staged=True)
+    async with WeightSynchronizer(Zoo(1), [engine]) as synchronizer:
+        with pytest.raises(EngineError, match="Cancelled"):
+            await synchronizer.update_weights()
+
+
 async def test_a_line_that_breaks_in_the_middle_of_a_call_is_a_failure_and_ray_takes_its_place(
     engine: Any, through_ray: list[str]
 ) -> None:
     await engine.hold.remote({"hangs up"}, staged=True)
     trainer = Zoo(1)
     async with WeightSynchronizer(trainer, [engine]) as synchronizer:
-        with pytest.raises(EngineError, match="its connection broke") as caught:
+        with pytest.raises(EngineError, match="its line broke") as caught:
             await synchronizer.update_weights()
         assert caught.value.outcomes[0].state in (EngineState.UNCHANGED, EngineState.TAINTED)
         through_ray.clear()
@@ -175,7 +233,7 @@ async def test_who_opens_a_line_at_the_same_time_opens_one(engine: Any, through_
     line = ActorLine(engine)
     await asyncio.gather(*(line.open() for _ in range(3)))
     assert line.is_open
-    assert through_ray == ["open_line"]
+    assert through_ray == ["open_control_line"]
     assert listening() == before, "nobody else is expected"
     line.close()
     assert await engine.hung_up.remote()
@@ -199,3 +257,37 @@ async def test_who_hangs_up_while_a_line_is_opened_is_not_waited_for(
     line.close()
     await opening
     assert not line.is_open
+
+
+async def test_an_engine_that_joins_anew_and_one_that_is_let_go_of_leave_no_line(engine: Any) -> None:
+    await engine.hold.remote(set(), staged=True)
+    async with WeightSynchronizer(Zoo(1), [engine], bucket_size=4096) as synchronizer:
+        await synchronizer.update_weights()
+        await engine.hold.remote(set(), staged=True)  # in no group any more
+        await synchronizer.update_weights()
+    assert await engine.hung_up.remote()
+    remote = RemoteEngine(engine)
+    line = remote._line
+    assert line is not None
+    await line.open()
+    del line, remote
+    gc.collect()
+    assert await engine.hung_up.remote()
+
+
+async def test_hanging_up_is_heard_of_though_a_child_has_the_line_still(engine: Any) -> None:
+    await engine.hold.remote(set(), staged=True)
+    line = ActorLine(engine)
+    await line.open()
+    read, write = os.pipe()
+    if not (child := os.fork()):  # has all that is open here
+        os.read(read, 1)
+        os._exit(0)
+    try:
+        line.close()
+        assert await engine.hung_up.remote()
+    finally:
+        os.write(write, b"1")
+        await asyncio.to_thread(os.waitpid, child, 0)
+        os.close(read)
+        os.close(write)

@@ -17,9 +17,11 @@ import asyncio
 import itertools
 import logging
 import secrets
+import socket
 import struct
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
 import msgspec
@@ -28,6 +30,7 @@ import torch
 from asyncsync import errors
 from asyncsync.engines.base import EngineReceipt
 from asyncsync.errors import AsyncSyncError, ConnectError, EngineError, PlanError
+from asyncsync.fanout import is_ours
 from asyncsync.messages import PROTOCOL_VERSION, Contacts, EngineStatus, Layout, Rendezvous, UpdateOrder
 
 T = TypeVar("T")
@@ -78,6 +81,12 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
     rank: int
     ranks: int
     protocol: int = PROTOCOL_VERSION
+
+
+class Welcome(msgspec.Struct, frozen=True, kw_only=True):
+    """The first message of a conductor to a rank that asks for it."""
+
+    secret: str
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
@@ -137,6 +146,28 @@ def _write(writer: asyncio.StreamWriter, message: object) -> None:
     writer.write(_LENGTH.pack(len(data)) + data)
 
 
+def _hang_up(writer: asyncio.StreamWriter) -> None:
+    """Close a connection; the other side hears of it even if a forked child of this process has it, too."""
+    if (connection := writer.get_extra_info("socket")) is not None:
+        with suppress(OSError):
+            connection.shutdown(socket.SHUT_RDWR)
+    writer.close()
+
+
+def _told(number: int, error: BaseException) -> Answer:
+    """What is said of an error: something, whatever it is."""
+    try:
+        text = _sayable(error)
+        names = tuple(map(_sayable, error.names)) if isinstance(error, PlanError) else ()
+    except Exception:  # noqa: BLE001 - it cannot even say what it is
+        text, names = "", ()
+    return Answer(number=number, error=type(error).__name__, message=text, names=names)
+
+
+def _sayable(value: object) -> str:
+    return str(value).encode(errors="backslashreplace").decode()
+
+
 class Line:
     """The conductor's end: calls one rank.
 
@@ -178,23 +209,36 @@ class Line:
             LineBrokenError: It is gone.
             EngineError: It raised something else.
         """
+        answer = await self.answer_to(method, *arguments)
+        if answer.error is not None:
+            raise as_error(answer)
+        return self.value_of(method, answer)
+
+    async def answer_to(self, method: str, *arguments: Any) -> Answer:
+        """Call the rank; cancelled, the call is cancelled there as well.
+
+        Raises:
+            LineBrokenError: It is gone.
+        """
         number = next(self._numbers)
         encoded = await asyncio.to_thread(encode, arguments) if method == "accept_layout" else encode(arguments)
         self._check_open()
-        answer = self._waiting[number] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._waiting[number] = answer
         try:
             _write(self._writer, Request(number=number, method=method, arguments=encoded))
-            found = await answer
+            return await answer
         except asyncio.CancelledError:
             if self.is_open:
                 _write(self._writer, Request(number=number))
             raise
         finally:
             del self._waiting[number]
-        if found.error is not None:
-            raise _as_error(found)
+
+    def value_of(self, method: str, answer: Answer) -> Any:
+        """What the method has returned."""
         kind = self._calls[method][1]
-        return None if kind is None else decode(found.value, kind)
+        return None if kind is None else decode(answer.value, kind)
 
     def _check_open(self) -> None:
         if not self.is_open:
@@ -210,7 +254,7 @@ class Line:
             gone = f"rank {self.rank} is gone: its connection broke"
             _log.info("%s: %s", gone, error)
         finally:
-            self._writer.close()
+            _hang_up(self._writer)
             for waiting in self._waiting.values():
                 if not waiting.done():
                     waiting.set_exception(LineBrokenError(f"rank {self.rank} is gone: its connection broke"))
@@ -218,10 +262,11 @@ class Line:
     def close(self) -> None:
         """Hang up. Does not wait."""
         self._listening.cancel()
-        self._writer.close()
+        _hang_up(self._writer)
 
 
-def _as_error(answer: Answer) -> AsyncSyncError:
+def as_error(answer: Answer) -> AsyncSyncError:
+    """What is known of an error from an answer."""
     kind = _ERRORS.get(answer.error or "")
     if kind is None:
         return EngineError(f"{answer.error}: {answer.message}")
@@ -234,14 +279,18 @@ class Exchange:
     Args:
         address: Where this process is reached from theirs.
         calls: What they answer.
+        proves: Whether to say the secret to who has said the token.
 
     Attributes:
         address: Where it listens.
         token: What a rank must know.
+        secret: What a rank may want to hear before it obeys.
     """
 
-    def __init__(self, address: str, calls: Calls = CALLS) -> None:
+    def __init__(self, address: str, calls: Calls = CALLS, *, proves: bool = False) -> None:
         self.address = address
+        self.secret = secrets.token_hex(16)
+        self._proves = proves
         self._calls = calls
         self.token = secrets.token_hex(16)
         self._lines: dict[int, Line] = {}
@@ -292,6 +341,8 @@ class Exchange:
             _log.warning("a connection was refused: %s", error)
             writer.close()
             return
+        if self._proves:
+            _write(writer, Welcome(secret=self.secret))
         if (old := self._lines.get(hello.rank)) is not None:
             old.close()
         self._lines[hello.rank] = Line(hello, reader, writer, self._calls)
@@ -356,7 +407,8 @@ async def answer_over(
     reader: asyncio.StreamReader,
     writer: asyncio.StreamWriter,
     calls: Calls = CALLS,
-    failed: Callable[[str, tuple[Any, ...], Exception], None] = lambda method, arguments, error: None,
+    secret: str | None = None,
+    failed: Callable[[int, BaseException], None] = lambda number, error: None,
 ) -> None:
     """:func:`answer_calls` over a connection that is there.
 
@@ -366,41 +418,47 @@ async def answer_over(
         reader: From the conductor.
         writer: To it.
         calls: What it answers; nothing else can be called.
-        failed: Told which call has raised what, with which arguments.
+        secret: What the conductor must say first; None if it says nothing.
+        failed: Told the number of a call, and what it has raised.
     """
     running: dict[int, asyncio.Task[None]] = {}
 
+    def ended(number: int, task: asyncio.Task[None]) -> None:
+        del running[number]
+
     async def answer(request: Request) -> None:
-        arguments: tuple[Any, ...] = ()
         try:
             kind, returns = calls[request.method]
-            arguments = decode(request.arguments, kind)
-            value = await getattr(rank, request.method)(*arguments)
+            value = await getattr(rank, request.method)(*decode(request.arguments, kind))
             said = Answer(number=request.number, value=b"" if returns is None else encode(value))
-        except Exception as error:  # noqa: BLE001 - whatever it is, the caller is to hear it
-            if arguments:
-                failed(request.method, arguments, error)
-            names = error.names if isinstance(error, PlanError) else ()
-            said = Answer(number=request.number, error=type(error).__name__, message=str(error), names=tuple(names))
-        finally:
-            del running[request.number]
+        except BaseException as error:
+            if isinstance(error, asyncio.CancelledError) and is_ours(error):
+                raise
+            failed(request.number, error)
+            said = _told(request.number, error)
         _write(writer, said)
 
     try:
         _write(writer, hello)
+        if secret is not None:
+            async with asyncio.timeout(HELLO_TIMEOUT):
+                welcome = await _read(reader, Welcome, MAX_HELLO)
+            if not secrets.compare_digest(welcome.secret.encode(), secret.encode()):
+                raise EngineError("it does not know the secret")
         while True:
             request = await _read(reader, Request)
             if request.method:
-                running[request.number] = asyncio.ensure_future(answer(request))
-            elif (task := running.get(request.number)) is not None:
-                task.cancel()
+                task = running[request.number] = asyncio.ensure_future(answer(request))
+                task.add_done_callback(partial(ended, request.number))
+            elif (cancelled := running.get(request.number)) is not None:
+                cancelled.cancel()
     except (asyncio.IncompleteReadError, ConnectionError):
         pass  # the conductor has hung up
-    except (msgspec.DecodeError, EngineError) as error:
+    except (TimeoutError, msgspec.DecodeError, EngineError) as error:
         _log.warning("whoever listens is no conductor of ours: %s", error)
     finally:
         for task in list(running.values()):
             task.cancel()
-        writer.close()
+        _hang_up(writer)
         with suppress(OSError):
             await writer.wait_closed()

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from asyncsync import cluster
 from asyncsync.engines.base import EngineReceipt
-from asyncsync.engines.channel import Calls, Exchange, Hello, Line, LineBrokenError, answer_over
-from asyncsync.errors import EngineError
+from asyncsync.engines.channel import Calls, Exchange, Hello, Line, LineBrokenError, answer_over, as_error
 from asyncsync.messages import Policy, UpdateOrder
 
 CALLS: Calls = {
@@ -32,18 +32,19 @@ LINE_TIMEOUT = 5.0
 """Seconds within which the actor must connect."""
 
 PATIENCE = 1.0
-"""Seconds for an actor whose line broke to say that it is there."""
+"""Seconds, once a line broke, for Ray to tell whether the actor is gone."""
 
 KEPT = 60.0
 """Seconds for which an actor keeps what a call has raised."""
-
-_REMEMBERED = 64  # lines that have ended: their conductors may ask still
 
 _log = logging.getLogger("asyncsync")
 
 
 class ActorLine:
     """The conductor's end.
+
+    As long as it is open, a call through Ray waits at the actor for its end: so Ray's news of a death come as they come
+    to any call, and a process that is gone is told from a connection that broke.
 
     Args:
         handle: The actor's.
@@ -53,10 +54,18 @@ class ActorLine:
         self._handle = handle
         self._exchange: Exchange | None = None
         self._line: Line | None = None
+        self._held: asyncio.Task[bool] | None = None
         self._opening = asyncio.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     def __repr__(self) -> str:
         return f"<ActorLine {self._line!r}>"
+
+    def __del__(self) -> None:
+        """An engine that was let go of, and is not told."""
+        if self._exchange is not None and self._loop is not None:
+            with suppress(RuntimeError):  # the loop is closed, and with it the line
+                self._loop.call_soon_threadsafe(self._exchange.close)
 
     @property
     def is_open(self) -> bool:
@@ -71,16 +80,26 @@ class ActorLine:
                 await self._open()
 
     async def _open(self) -> None:
-        exchange = self._exchange = Exchange(LOOPBACK, CALLS)
+        self._loop = asyncio.get_running_loop()
+        exchange = self._exchange = Exchange(LOOPBACK, CALLS, proves=True)
+        held: asyncio.Task[bool] | None = None
         try:
-            if await cluster.call(self._handle, "open_line", exchange.token, await exchange.open()):
-                (self._line,) = await exchange.all_lines(LINE_TIMEOUT)
+            async with asyncio.timeout(LINE_TIMEOUT):
+                port = await exchange.open()
+                calling = cluster.call(self._handle, "open_control_line", exchange.token, exchange.secret, port)
+                held = asyncio.ensure_future(calling)
+                held.add_done_callback(partial(_ended, exchange))
+                (line,) = await exchange.all_lines(LINE_TIMEOUT)
+            if self._exchange is exchange:  # else it was closed in this very moment
+                self._line, self._held = line, held
         except Exception as error:  # noqa: BLE001 - whatever it is, there is Ray
             _log.info("no line to %s: %s", cluster.actor_class_name(self._handle), error)
         finally:
             exchange.listen_no_more()
-            if self._line is None:
+            if self._exchange is not exchange or self._line is None:
                 exchange.close()
+                if held is not None:
+                    held.cancel()
 
     async def call(self, method: str, *arguments: Any) -> Any:
         """Call the actor.
@@ -88,94 +107,80 @@ class ActorLine:
         Raises:
             Exception: What the method raised, as it raised it.
             ActorLostError: Its process is gone, or was replaced.
+            LineBrokenError: The line broke, and the actor is not known to be gone.
         """
-        exchange, line = self._exchange, self._line
+        exchange, line, held = self._exchange, self._line, self._held
         assert exchange is not None
         assert line is not None
+        assert held is not None
         try:
-            return await line.call(method, *arguments)
+            answer = await line.answer_to(method, *arguments)
         except LineBrokenError:
-            error: Exception = EngineError("its connection broke")
-            patience: float | None = PATIENCE  # an actor that Ray starts anew answers in its own time
-        except Exception as raised:  # noqa: BLE001 - the actor has kept what it was
-            error, patience = raised, None
-        try:
-            async with asyncio.timeout(patience):
-                knows = await cluster.call(self._handle, "repeat_error", exchange.token, method, _epoch_of(arguments))
-        except TimeoutError:
-            if patience is None:
-                raise
-            knows = False
-        raise error if knows else cluster.actor_was_lost("its connection broke, and it does not answer")
+            await asyncio.wait([held], timeout=PATIENCE)
+            lost = held.exception() if held.done() and not held.cancelled() else None
+            raise lost if isinstance(lost, cluster.ActorLostError) else LineBrokenError("its line broke") from lost
+        if answer.error is None:
+            return line.value_of(method, answer)
+        await cluster.call(self._handle, "repeat_control_error", exchange.token, answer.number)
+        raise as_error(answer)  # the actor has forgotten
 
     def close(self) -> None:
         """Hang up. Does not wait."""
         if self._exchange is not None:
             self._exchange.close()
-        self._exchange = self._line = None
+        if self._held is not None:
+            self._held.cancel()
+        self._exchange = self._line = self._held = None
+
+
+def _ended(exchange: Exchange, held: asyncio.Task[bool]) -> None:
+    """The actor is gone, or has hung up, or could not connect."""
+    exchange.close()
+    if not held.cancelled():
+        held.exception()  # is looked at, if it is asked for
 
 
 class AnsweredLines:
     """The actor's end of all lines to it: one to each conductor."""
 
     def __init__(self) -> None:
-        self._errors: dict[str, dict[tuple[str, int], Exception]] = {}
-        self._ended: deque[str] = deque(maxlen=_REMEMBERED)
-        self._answering: set[asyncio.Task[None]] = set()
+        self._errors: dict[str, dict[int, BaseException]] = {}
 
     def __repr__(self) -> str:
         return f"<AnsweredLines: {len(self._errors)}>"
 
-    async def open(self, engine: object, token: str, port: int) -> bool:
+    async def open(self, engine: object, token: str, secret: str, port: int) -> bool:
         """Connect to a conductor, and answer its calls until it hangs up.
 
         Args:
             engine: Whose methods it calls.
             token: What the conductor knows it by.
+            secret: What it knows the conductor by.
             port: Where it listens.
 
         Returns:
             Whether it could be reached.
         """
         try:
-            reader, writer = await asyncio.open_connection(LOOPBACK, port)
-        except OSError as error:
+            async with asyncio.timeout(LINE_TIMEOUT):
+                reader, writer = await asyncio.open_connection(LOOPBACK, port)
+        except OSError as error:  # a timeout is one
             _log.info("no line to a conductor: %s", error)
             return False
-        answering = asyncio.ensure_future(self._answer(engine, token, reader, writer))
-        self._answering.add(answering)
-        answering.add_done_callback(self._answering.discard)
-        return True
-
-    async def _answer(
-        self, engine: object, token: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
         errors = self._errors[token] = {}
 
-        def failed(method: str, arguments: tuple[Any, ...], error: Exception) -> None:
-            key = method, _epoch_of(arguments)
-            errors.clear()  # their tracebacks hold on to a lot
-            errors[key] = error
-            asyncio.get_running_loop().call_later(KEPT, errors.pop, key, None)
+        def failed(number: int, error: BaseException) -> None:
+            errors[number] = error
+            # Its traceback holds on to a lot, and who was cancelled does not ask for it.
+            asyncio.get_running_loop().call_later(KEPT, errors.pop, number, None)
 
         try:
-            await answer_over(engine, Hello(token=token, rank=0, ranks=1), reader, writer, CALLS, failed)
+            await answer_over(engine, Hello(token=token, rank=0, ranks=1), reader, writer, CALLS, secret, failed)
         finally:
-            del self._errors[token]
-            self._ended.append(token)
+            self._errors.pop(token, None)
+        return True
 
-    def repeat_error(self, token: str, method: str, epoch: int) -> bool:
-        """Raise what a call has raised, once more.
-
-        Returns:
-            Whether the line is one of this process.
-        """
-        if (error := self._errors.get(token, {}).pop((method, epoch), None)) is not None:
+    def repeat_error(self, token: str, number: int) -> None:
+        """Raise what a call has raised, once more."""
+        if (error := self._errors.get(token, {}).pop(number, None)) is not None:
             raise error
-        return token in self._errors or token in self._ended
-
-
-def _epoch_of(arguments: tuple[Any, ...]) -> int:
-    first = arguments[0]
-    epoch: int = first.epoch if isinstance(first, UpdateOrder) else first
-    return epoch

@@ -233,14 +233,14 @@ class ModuleEngine:
         await self._asyncsync.resume_generation(epoch)
 
     @cluster.control
-    async def open_line(self, token: str, port: int) -> bool:
-        """Answer a conductor's calls over a connection, too. See :mod:`asyncsync.engines.line`."""
-        return await self._asyncsync.lines.open(self, token, port)
+    async def open_control_line(self, token: str, secret: str, port: int) -> bool:
+        """Answer a conductor's calls over a connection, too, until it hangs up. See :mod:`asyncsync.engines.line`."""
+        return await self._asyncsync.lines.open(self, token, secret, port)
 
     @cluster.control
-    async def repeat_error(self, token: str, method: str, epoch: int) -> bool:
+    async def repeat_control_error(self, token: str, number: int) -> None:
         """Raise what a call over such a connection has raised. See :mod:`asyncsync.engines.line`."""
-        return self._asyncsync.lines.repeat_error(token, method, epoch)
+        self._asyncsync.lines.repeat_error(token, number)
 
     @cluster.control
     async def give_weights(self, order: UpdateOrder) -> EngineReceipt:

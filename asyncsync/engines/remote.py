@@ -6,8 +6,9 @@ from typing import Any
 
 from asyncsync import cluster
 from asyncsync.engines.base import EngineReceipt, RolloutEngine, WeightReceiver
+from asyncsync.engines.channel import LineBrokenError
 from asyncsync.engines.line import ActorLine
-from asyncsync.messages import Contacts, EngineStatus, Layout, Policy, Rendezvous, UpdateOrder
+from asyncsync.messages import NO_GROUP, Contacts, EngineStatus, Layout, Policy, Rendezvous, UpdateOrder
 from asyncsync.transports.memory_files import this_node
 
 ENGINE_METHODS = tuple(
@@ -15,7 +16,7 @@ ENGINE_METHODS = tuple(
 )
 """The names of the protocol's methods."""
 
-LINE_METHODS = ("open_line", "repeat_error")
+LINE_METHODS = ("open_control_line", "repeat_control_error")
 """The names of those that a line needs, too."""
 
 
@@ -39,7 +40,7 @@ class RemoteEngine:
             )
         self.handle = handle
         self._node = ""
-        self._groups: set[str] = set()
+        self._groups: dict[int, str] = {}  # by source, of which it is in one group at a time
         self._line = ActorLine(handle) if not cluster.missing_methods(handle, LINE_METHODS) else None
 
     def __repr__(self) -> str:
@@ -55,10 +56,12 @@ class RemoteEngine:
 
     async def open_group(self, rendezvous: Rendezvous) -> Contacts:
         contacts: Contacts = await cluster.call(self.handle, "open_group", rendezvous)
-        self._groups.add(rendezvous.connection)
+        self._groups[rendezvous.source] = rendezvous.connection
         if self._line is not None and self._node and self._node == this_node():
-            await self._line.open()
-            self._hang_up_if_unused()  # it may have left meanwhile
+            try:
+                await self._line.open()
+            finally:
+                self._hang_up_if_unused()  # it may have left meanwhile
         return contacts
 
     async def join_group(self, connection: str, contacts: Contacts) -> None:
@@ -67,8 +70,13 @@ class RemoteEngine:
     async def leave_group(self, connection: str) -> None:
         try:
             await cluster.call(self.handle, "leave_group", connection)
+            left = [source for source, each in self._groups.items() if connection in (each, NO_GROUP)]
+        except BaseException:
+            left = list(self._groups)  # who knows: what comes next comes through Ray
+            raise
         finally:
-            self._groups.discard(connection)
+            for source in left:
+                del self._groups[source]
             self._hang_up_if_unused()
 
     async def pause_generation(self, epoch: int, policy: Policy) -> None:
@@ -91,7 +99,10 @@ class RemoteEngine:
         return status
 
     async def resume_generation(self, epoch: int) -> None:
-        await self._call("resume_generation", epoch)
+        try:
+            await self._call("resume_generation", epoch)
+        except LineBrokenError:  # it may go on resuming, and asking twice does no harm
+            await cluster.call(self.handle, "resume_generation", epoch)
 
     async def give_weights(self, order: UpdateOrder) -> EngineReceipt:
         receipt: EngineReceipt = await cluster.call(self.handle, "give_weights", order)
