@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+from asyncio import CancelledError
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -16,10 +17,11 @@ from ray.exceptions import RayTaskError
 from torch import nn
 
 import asyncsync
-from asyncsync import EngineError, EngineState, PlanError, WeightSynchronizer, WeightUpdateError, cluster
+from asyncsync import EngineError, EngineState, PlanError, WeightSynchronizer, cluster
 from asyncsync.engines.channel import Exchange, Hello, Line, answer_calls
 from asyncsync.engines.line import LOOPBACK, ActorLine
 from asyncsync.engines.remote import RemoteEngine
+from asyncsync.errors import AsyncSyncError
 from asyncsync.messages import EngineStatus, UpdateOrder
 from tests.actors import EngineActor
 from tests.sample import Zoo, contents
@@ -68,7 +70,7 @@ class LinedActor(EngineActor):
         if "fails" in self._whims:
             raise BrokenError(7)
         if "gives up" in self._whims:
-            raise asyncio.CancelledError
+            raise CancelledError
         if "hangs up" in self._whims:
             self._whims.clear()
             self._line.cancel()
@@ -192,7 +194,7 @@ async def test_whatever_ends_a_call_is_an_answer(error: BaseException) -> None:
     try:
         (line,) = await exchange.all_lines(60)
         for _ in range(2):
-            with pytest.raises(WeightUpdateError, match="no" if isinstance(error, PlanError) else type(error).__name__):
+            with pytest.raises(AsyncSyncError, match="no" if isinstance(error, PlanError) else type(error).__name__):
                 await line.call("describe_engine")
     finally:
         exchange.close()

@@ -433,7 +433,7 @@ async def test_a_trainer_that_stalls_is_given_up_in_time(nccl: None) -> None:
     weights = Told(model, "output")
     weights.go.set()
     engine = Receiving(asyncsync.VLLMEngine(llm, backend="nccl"))
-    async with WeightSynchronizer(weights, [engine], bucket_size=SIZE, timeout=1.5) as synchronizer:
+    async with WeightSynchronizer(weights, [engine], bucket_size=SIZE, timeout=6.0) as synchronizer:
         await synchronizer.update_weights()
         weights.go.clear()
         engine.given_up.clear()
