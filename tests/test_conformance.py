@@ -166,7 +166,8 @@ class Hasty(ChainEngine):
             tokens.append(self.module.following(tokens[-1]))  # type: ignore[operator]
             if started is not None and len(tokens) == 2:
                 started()
-            await asyncio.sleep(0)
+            for _ in range(20):  # it takes much longer than the call for which it ought to be waited
+                await asyncio.sleep(0)
         return tuple(tokens[1:])
 
 
