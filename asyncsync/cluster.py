@@ -16,6 +16,7 @@ import inspect
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import ray
@@ -197,8 +198,9 @@ async def call(handle: Any, method: str, *args: Any, **kwargs: Any) -> Any:
     try:
         return await reference
     except asyncio.CancelledError:
-        if isinstance(reference, ray.ObjectRef):
-            ray.cancel(reference, force=False)
+        if isinstance(reference, ray.ObjectRef) and ray.is_initialized():  # else it would start a cluster to do so
+            with suppress(Exception):  # must not take the place of the cancellation
+                ray.cancel(reference, force=False)
         raise
     except RayTaskError as error:
         cause = error.cause

@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import os
 import secrets
 import socket
 import struct
@@ -148,10 +149,15 @@ def _write(writer: asyncio.StreamWriter, message: object) -> None:
 
 def _hang_up(writer: asyncio.StreamWriter) -> None:
     """Close a connection; the other side hears of it even if a forked child of this process has it, too."""
-    if (connection := writer.get_extra_info("socket")) is not None:
-        with suppress(OSError):
-            connection.shutdown(socket.SHUT_RDWR)
-    writer.close()
+    try:
+        connection = writer.get_extra_info("socket")
+        if connection is not None and (fd := connection.fileno()) >= 0:
+            with socket.socket(fileno=os.dup(fd)) as own:  # that of uvloop has no shutdown()
+                own.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        pass  # the other side was faster
+    finally:
+        writer.close()
 
 
 def _told(number: int, error: BaseException) -> Answer:
@@ -376,9 +382,9 @@ class Exchange:
 
     def close(self) -> None:
         """Hang up, and listen no more. Does not wait."""
+        self.listen_no_more()
         for line in self._lines.values():
             line.close()
-        self.listen_no_more()
 
 
 async def answer_calls(
@@ -432,7 +438,7 @@ async def answer_over(
             value = await getattr(rank, request.method)(*decode(request.arguments, kind))
             said = Answer(number=request.number, value=b"" if returns is None else encode(value))
         except BaseException as error:
-            if isinstance(error, asyncio.CancelledError) and is_ours(error):
+            if isinstance(error, GeneratorExit) or (isinstance(error, asyncio.CancelledError) and is_ours(error)):
                 raise
             failed(request.number, error)
             said = _told(request.number, error)

@@ -31,7 +31,7 @@ LOOPBACK = "127.0.0.1"
 LINE_TIMEOUT = 5.0
 """Seconds within which the actor must connect."""
 
-PATIENCE = 1.0
+PATIENCE = 3.0
 """Seconds, once a line broke, for Ray to tell whether the actor is gone."""
 
 KEPT = 60.0
@@ -70,7 +70,9 @@ class ActorLine:
     @property
     def is_open(self) -> bool:
         """Whether it can be called over."""
-        return self._line is not None and self._line.is_open
+        if self._line is None or self._loop is not asyncio.get_running_loop():
+            return False  # of another loop's it is not known whether anybody listens still
+        return self._line.is_open
 
     async def open(self) -> None:
         """Have the actor connect, unless it has. If it cannot, there is no line."""
@@ -126,11 +128,12 @@ class ActorLine:
 
     def close(self) -> None:
         """Hang up. Does not wait."""
-        if self._exchange is not None:
-            self._exchange.close()
-        if self._held is not None:
-            self._held.cancel()
+        exchange, held = self._exchange, self._held
         self._exchange = self._line = self._held = None
+        if held is not None:
+            held.cancel()
+        if exchange is not None:
+            exchange.close()
 
 
 def _ended(exchange: Exchange, held: asyncio.Task[bool]) -> None:
