@@ -183,6 +183,24 @@ async def test_a_parameter_that_was_replaced_in_the_engine_is_found_again(staged
     assert contents(served) == contents(trainer)
 
 
+@BOTH
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+async def test_a_scripted_module_is_served_and_compared_like_any_other(staged: bool) -> None:
+    def make() -> nn.Sequential:
+        return nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+
+    trainer, served = make(), torch.jit.script(make())
+    async with WeightSynchronizer(trainer, [asyncsync.ModuleEngine(served, staged=staged)]) as synchronizer:
+        for _ in range(2):
+            with torch.no_grad():
+                trainer[0].weight.add_(1)
+            await synchronizer.update_weights()
+            assert contents(served) == contents(trainer)
+        served.half()
+        with pytest.raises(PlanError, match="differ in shape or dtype"):
+            await synchronizer.update_weights()
+
+
 # -- the transaction -------------------------------------------------------------------------------------------------
 
 

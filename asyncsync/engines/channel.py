@@ -351,7 +351,7 @@ async def answer_calls(
             value = await getattr(rank, request.method)(*decode(request.arguments, kind))
             said = Answer(number=request.number, value=b"" if returns is None else encode(value))
         except BaseException as error:
-            if isinstance(error, GeneratorExit) or (isinstance(error, asyncio.CancelledError) and is_ours(error)):
+            if isinstance(error, asyncio.CancelledError | GeneratorExit | KeyboardInterrupt) and is_ours(error):
                 raise
             said = _told(request.number, error)
         _write(writer, said)

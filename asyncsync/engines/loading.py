@@ -241,7 +241,14 @@ class StagedLoader:
         if self._live is None or not self._live.is_in_service():
             written = [tensor for tensor in arena.targets if not self._may_point_elsewhere(tensor)]
         self._binding.check_memory(written)
-        arena.take_into_service(written, self._installed)
+        stay = {id(tensor) for tensor in written}
+        with torch.no_grad():
+            for tensor, taken in zip(arena.targets, arena.views, strict=True):
+                if id(tensor) in stay:
+                    raw(tensor).copy_(raw(taken[0]))
+                else:
+                    tensor.data = taken[0]
+                    self._installed.views[id(tensor)] = taken
         settle(self._home)
         self._spare = None if arena.lent or self._live is None or self._live.lent else self._live
         self._live = arena
@@ -275,6 +282,7 @@ class _Arena:
         memory: Flat uint8.
         lent: Whether it is a source's.
         targets: The module's tensors that are to be pointed into it.
+        views: What each of them is to become, and where the memory of all begins.
     """
 
     def __init__(self, binding: Binding, device: torch.device, memory: Tensor | None = None) -> None:
@@ -298,10 +306,10 @@ class _Arena:
         self.memory = memory
         views = arena_views(lying, self.memory)
         where = self.memory.untyped_storage().data_ptr()
-        self._becoming = [(tensor, view) for view, (*_, some) in zip(views, found, strict=True) for tensor in some]
-        self.targets = [tensor for tensor, _ in self._becoming]
-        self._noted = {id(tensor): (view, where) for tensor, view in self._becoming}
-        self._addresses = [view.data_ptr() for _, view in self._becoming]
+        becoming = [(tensor, view) for view, (*_, tensors) in zip(views, found, strict=True) for tensor in tensors]
+        self.targets = [tensor for tensor, _ in becoming]
+        self.views = [(view, where) for _, view in becoming]
+        self._addresses = [view.data_ptr() for _, view in becoming]
         self._sharded = bool(binding.shards)
         self._whole: list[list[Tensor]] = [[] for _ in plan.specs]
         self._shards: dict[int, list[Shard]] = {}
@@ -314,27 +322,6 @@ class _Arena:
     def is_in_service(self) -> bool:
         """Whether all of the module's tensors point into it."""
         return list(map(Tensor.data_ptr, self.targets)) == self._addresses
-
-    def take_into_service(self, written: Sequence[Tensor], installed: Installed) -> None:
-        """Point the module's tensors into it, and note that.
-
-        Args:
-            written: Those that stay where they are, and are copied to.
-            installed: Where it is noted what each was pointed to.
-        """
-        stay = set(map(id, written))
-        with torch.no_grad():
-            if not stay:  # nearly always; there may be thousands, and generation is held back
-                for tensor, view in self._becoming:
-                    tensor.data = view
-                installed.views.update(self._noted)
-                return
-            for tensor, view in self._becoming:
-                if id(tensor) in stay:
-                    raw(tensor).copy_(raw(view))
-                else:
-                    tensor.data = view
-                    installed.views[id(tensor)] = self._noted[id(tensor)]
 
     def place(self, bucket: Bucket) -> Tensor:
         """Where a bucket lies, if it is laid out as the plan is."""
