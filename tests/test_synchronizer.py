@@ -193,7 +193,7 @@ async def test_a_scripted_module_is_served_and_compared_like_any_other(staged: b
     async with WeightSynchronizer(trainer, [asyncsync.ModuleEngine(served, staged=staged)]) as synchronizer:
         for _ in range(2):
             with torch.no_grad():
-                trainer[0].weight.add_(1)
+                next(trainer.parameters()).add_(1)
             await synchronizer.update_weights()
             assert contents(served) == contents(trainer)
         served.half()
