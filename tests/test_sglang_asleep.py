@@ -353,7 +353,7 @@ async def test_weights_that_are_lost_are_not_repaired_by_an_update_of_some_of_th
 
 @pytest.mark.parametrize("tags", [ALL, {"kv_cache"}], ids=["all", "the cache"])
 async def test_requests_that_wait_at_a_sleeping_engine_are_not_let_in_to_be_aborted(tags: set[str]) -> None:
-    async with asleep(tags, policy="abort", timeout=4) as (trainer, engine, sglang, synchronizer):
+    async with asleep(tags, policy="abort") as (trainer, engine, sglang, synchronizer):
         left = asyncio.Event()
 
         async def read() -> None:

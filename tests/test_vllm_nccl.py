@@ -731,14 +731,14 @@ def test_only_the_source_joins_and_with_the_same_protocol() -> None:
 
 def test_a_join_can_be_stopped_before_and_while_it_waits(nccl: None) -> None:
     for when in ("before", "while"):
-        member = PyNcclJoining(rendezvous(0, join_timeout=1), address="127.0.0.1")
+        member = PyNcclJoining(rendezvous(0, join_timeout=3), address="127.0.0.1")
         if when == "before":
             member.stop()
         else:
             member._contacts.add_done_callback(lambda _, member=member: member.stop())  # type: ignore[misc]
         with pytest.raises(ConnectError, match="joining was stopped"):
             member.join()
-        assert eventually(lambda member=member: not listens(member._port)), "the store is gone"  # type: ignore[misc]
+        assert eventually(lambda member=member: not listens(member._port), 60), "the store is gone"  # type: ignore[misc]
 
 
 def test_a_worker_that_comes_when_a_join_was_given_up_is_sent_away(nccl: None) -> None:
