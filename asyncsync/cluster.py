@@ -16,6 +16,7 @@ import inspect
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import ray
@@ -32,6 +33,7 @@ from ray.exceptions import (
 CONTROL_GROUP = "asyncsync"
 CONTROL_CONCURRENCY = 16
 _CONTROL_MARK = "__asyncsync_control__"
+_ONCE_MARK = "__asyncsync_once__"
 
 ActorLostError = RayActorError
 """Raised by :func:`call` when the actor's process is gone, or was replaced while it ran."""
@@ -48,6 +50,12 @@ F = TypeVar("F", bound=Callable[..., Any])
 def control(method: F) -> F:
     """Mark an async method as a control call: :func:`remote` runs it on a loop of its own."""
     setattr(method, _CONTROL_MARK, True)
+    return method
+
+
+def once(method: F) -> F:
+    """Mark a control call that Ray must not make again by itself, at a process that took the place of a dead one."""
+    setattr(method, _ONCE_MARK, True)
     return method
 
 
@@ -72,26 +80,30 @@ def remote(*args: Any, **options: Any) -> Any:
 
 
 def _actor_class(cls: type, options: dict[str, Any]) -> Any:
-    # Marked in any base: a method that overrides a control call is one, and must run on the same loop as the others.
-    controls = {
-        name: getattr(cls, name)
-        for base in cls.__mro__
-        for name, method in vars(base).items()
-        if getattr(method, _CONTROL_MARK, False)
-    }
+    controls = {name: getattr(cls, name) for name in _marked(cls, _CONTROL_MARK)}
     if not controls:
         raise TypeError(
             f"asyncsync.remote: {cls.__name__} includes neither asyncsync.ModuleEngine nor asyncsync.TrainerRank"
         )
     groups = {CONTROL_GROUP: CONTROL_CONCURRENCY, **options.get("concurrency_groups", {})}
-    namespace: dict[str, Any] = {name: _grouped(name, cls, method) for name, method in controls.items()}
+    once_only = _marked(cls, _ONCE_MARK)
+    namespace: dict[str, Any] = {
+        name: _grouped(name, cls, method, {"max_task_retries": 0} if name in once_only else {})
+        for name, method in controls.items()
+    }
     namespace |= {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     namespace["control_group"] = CONTROL_GROUP
     actor = type(cls.__name__, (cls,), namespace)
     return ray.remote(**{**options, "concurrency_groups": groups})(actor)
 
 
-def _grouped(name: str, cls: type, method: Callable[..., Any]) -> Callable[..., Any]:
+def _marked(cls: type, mark: str) -> list[str]:
+    """Names of methods marked in any base: one that overrides such a method is meant by the mark, too."""
+    names = (name for base in cls.__mro__ for name, method in vars(base).items() if getattr(method, mark, False))
+    return list(dict.fromkeys(names))
+
+
+def _grouped(name: str, cls: type, method: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
     # No functools.wraps: Ray unwraps methods before it reads their group, and would find none.
     async def grouped(self: Any, *args: Any, **kwargs: Any) -> Any:
         return await method(self, *args, **kwargs)
@@ -99,7 +111,7 @@ def _grouped(name: str, cls: type, method: Callable[..., Any]) -> Callable[..., 
     grouped.__name__, grouped.__qualname__ = name, f"{cls.__qualname__}.{name}"
     grouped.__module__, grouped.__doc__ = cls.__module__, method.__doc__
     setattr(grouped, _CONTROL_MARK, True)
-    marked: Callable[..., Any] = ray.method(concurrency_group=CONTROL_GROUP)(grouped)
+    marked: Callable[..., Any] = ray.method(concurrency_group=CONTROL_GROUP, **options)(grouped)
     return marked
 
 
@@ -197,8 +209,9 @@ async def call(handle: Any, method: str, *args: Any, **kwargs: Any) -> Any:
     try:
         return await reference
     except asyncio.CancelledError:
-        if isinstance(reference, ray.ObjectRef):
-            ray.cancel(reference, force=False)
+        if isinstance(reference, ray.ObjectRef) and ray.is_initialized():  # else it would start a cluster to do so
+            with suppress(Exception):  # must not take the place of the cancellation
+                ray.cancel(reference, force=False)
         raise
     except RayTaskError as error:
         cause = error.cause

@@ -35,6 +35,7 @@ from asyncsync.errors import ConnectError, EngineError, PlanError
 from asyncsync.fanout import race, settle
 from asyncsync.fleet import LATE_TIMEOUT, PATIENCE, Fleet, Member, combine_errors
 from asyncsync.messages import (
+    NO_GROUP,
     STORES,
     Backend,
     ChecksumPart,
@@ -64,9 +65,6 @@ OPERATION_TIMEOUT = 60.0
 
 MAX_COHORTS = 4
 """How many times a bucket may have to be sent because engines joined one by one."""
-
-NO_GROUP = ""
-"""What an engine is asked to leave that is in no group: it was met, and may keep something open for more."""
 
 BackendChoice = Literal["auto"] | Backend
 

@@ -25,6 +25,9 @@ PROTOCOL_VERSION = 6
 PEER = -1
 """In place of a source's number: an engine that gives its weights to others."""
 
+NO_GROUP = ""
+"""What an engine is asked to leave that is in no group: it was met, and may keep something open for more."""
+
 NameMap: TypeAlias = Callable[[str], str | None]
 """From the trainer's name of a tensor to the engines'; None leaves the tensor out."""
 

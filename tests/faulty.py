@@ -62,6 +62,7 @@ class FaultyEngineActor(Faulty, FailingSteps, EngineActor):
     def __init__(self, make: Callable[[], nn.Module], *, staged: bool = True) -> None:
         super().__init__(make, staged=staged)
         self._finishing, self._finished = threading.Condition(), 0
+        self._lined = True
         self.fails_when_told()
 
     async def finish_weight_update(self, order: UpdateOrder) -> None:
@@ -79,7 +80,12 @@ class FaultyEngineActor(Faulty, FailingSteps, EngineActor):
 
         await asyncio.to_thread(wait)
 
+    async def open_control_line(self, token: str, secret: str, port: int) -> bool:
+        # Over a broadcast it is called as an engine on another node is.
+        return self._lined and await super().open_control_line(token, secret, port)
+
     async def open_group(self, rendezvous: Rendezvous) -> Contacts:
+        self._lined = rendezvous.transport != "broadcast"
         if self._fault.due("cannot listen"):
             self._asyncsync.receiver._address = lambda: "203.0.113.7"  # nobody's: for documentation
         try:

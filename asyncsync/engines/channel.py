@@ -5,8 +5,10 @@ An update's calls must be answered while the engine generates, loads or hangs, s
 own to whoever conducts it. The rank connects, to an address and with a token that came in through the engine's API.
 
 Messages are msgpack, each behind its length, decoded into the very dataclasses that are expected and nothing else: no
-side can make the other run anything but the calls of :data:`CALLS`. This module and its neighbours for vLLM are the
+side can make the other run anything but calls that are listed. This module and its neighbours for vLLM are the
 only users of ``msgspec``.
+
+Of the library's own engines, actors on the conductor's node have such a line, too (:mod:`asyncsync.engines.line`).
 """
 
 from __future__ import annotations
@@ -14,12 +16,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import os
 import secrets
+import socket
 import struct
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 import torch
@@ -32,7 +36,10 @@ from asyncsync.messages import PROTOCOL_VERSION, Contacts, EngineStatus, Layout,
 
 T = TypeVar("T")
 
-CALLS: Mapping[str, tuple[Any, Any]] = {
+Calls: TypeAlias = Mapping[str, tuple[Any, Any]]
+"""Calls that can be made: what they take, and what they return."""
+
+CALLS: Calls = {
     "describe_engine": (tuple[()], EngineStatus),
     "accept_layout": (tuple[Layout], None),
     "open_group": (tuple[Rendezvous], Contacts),
@@ -44,7 +51,7 @@ CALLS: Mapping[str, tuple[Any, Any]] = {
     "check_pause": (tuple[int], None),
     "released_memory": (tuple[()], dict[str, bool]),
 }
-"""The calls that a rank answers: what they take, and what they return."""
+"""The calls that a rank in a program of its own answers."""
 
 HELLO_TIMEOUT = 5.0
 """Seconds within which who connects must say who it is."""
@@ -64,6 +71,10 @@ _ERRORS: Mapping[str, type[AsyncSyncError]] = {
 _log = logging.getLogger("asyncsync")
 
 
+class LineBrokenError(EngineError):
+    """The other side is gone, or has hung up."""
+
+
 class Hello(msgspec.Struct, frozen=True, kw_only=True):
     """The first message of a rank."""
 
@@ -71,6 +82,12 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
     rank: int
     ranks: int
     protocol: int = PROTOCOL_VERSION
+
+
+class Welcome(msgspec.Struct, frozen=True, kw_only=True):
+    """The first message of a conductor to a rank that asks for it."""
+
+    secret: str
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
@@ -130,6 +147,19 @@ def _write(writer: asyncio.StreamWriter, message: object) -> None:
     writer.write(_LENGTH.pack(len(data)) + data)
 
 
+def _hang_up(writer: asyncio.StreamWriter) -> None:
+    """Close a connection; the other side hears of it even if a forked child of this process has it, too."""
+    try:
+        connection = writer.get_extra_info("socket")
+        if connection is not None and (fd := connection.fileno()) >= 0:
+            with socket.socket(fileno=os.dup(fd)) as own:  # that of uvloop has no shutdown()
+                own.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        pass  # the other side was faster
+    finally:
+        writer.close()
+
+
 def _told(number: int, error: BaseException) -> Answer:
     """What is said of an error: something, whatever it is."""
     try:
@@ -151,15 +181,19 @@ class Line:
         hello: What the rank said.
         reader: From the rank.
         writer: To it.
+        calls: What it answers.
 
     Attributes:
         rank: Which of the engine's ranks it is.
         ranks: How many there are.
     """
 
-    def __init__(self, hello: Hello, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(
+        self, hello: Hello, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, calls: Calls = CALLS
+    ) -> None:
         self.rank = hello.rank
         self.ranks = hello.ranks
+        self._calls = calls
         self._reader, self._writer = reader, writer
         self._numbers = itertools.count()
         self._waiting: dict[int, asyncio.Future[Answer]] = {}
@@ -178,29 +212,43 @@ class Line:
 
         Raises:
             AsyncSyncError: What the rank raised.
-            EngineError: It is gone, or raised something else.
+            LineBrokenError: It is gone.
+            EngineError: It raised something else.
+        """
+        answer = await self.answer_to(method, *arguments)
+        if answer.error is not None:
+            raise as_error(answer)
+        return self.value_of(method, answer)
+
+    async def answer_to(self, method: str, *arguments: Any) -> Answer:
+        """Call the rank; cancelled, the call is cancelled there as well.
+
+        Raises:
+            LineBrokenError: It is gone.
         """
         number = next(self._numbers)
         encoded = await asyncio.to_thread(encode, arguments) if method == "accept_layout" else encode(arguments)
         self._check_open()
-        answer = self._waiting[number] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._waiting[number] = answer
         try:
             _write(self._writer, Request(number=number, method=method, arguments=encoded))
-            found = await answer
+            return await answer
         except asyncio.CancelledError:
             if self.is_open:
                 _write(self._writer, Request(number=number))
             raise
         finally:
             del self._waiting[number]
-        if found.error is not None:
-            raise _as_error(found)
-        kind = CALLS[method][1]
-        return None if kind is None else decode(found.value, kind)
+
+    def value_of(self, method: str, answer: Answer) -> Any:
+        """What the method has returned."""
+        kind = self._calls[method][1]
+        return None if kind is None else decode(answer.value, kind)
 
     def _check_open(self) -> None:
         if not self.is_open:
-            raise EngineError(f"rank {self.rank} is gone: its connection broke")
+            raise LineBrokenError(f"rank {self.rank} is gone: its connection broke")
 
     async def _listen(self) -> None:
         try:
@@ -212,18 +260,19 @@ class Line:
             gone = f"rank {self.rank} is gone: its connection broke"
             _log.info("%s: %s", gone, error)
         finally:
-            self._writer.close()
+            _hang_up(self._writer)
             for waiting in self._waiting.values():
                 if not waiting.done():
-                    waiting.set_exception(EngineError(f"rank {self.rank} is gone: its connection broke"))
+                    waiting.set_exception(LineBrokenError(f"rank {self.rank} is gone: its connection broke"))
 
     def close(self) -> None:
         """Hang up. Does not wait."""
         self._listening.cancel()
-        self._writer.close()
+        _hang_up(self._writer)
 
 
-def _as_error(answer: Answer) -> AsyncSyncError:
+def as_error(answer: Answer) -> AsyncSyncError:
+    """What is known of an error from an answer."""
     kind = _ERRORS.get(answer.error or "")
     if kind is None:
         return EngineError(f"{answer.error}: {answer.message}")
@@ -235,14 +284,20 @@ class Exchange:
 
     Args:
         address: Where this process is reached from theirs.
+        calls: What they answer.
+        proves: Whether to say the secret to who has said the token.
 
     Attributes:
         address: Where it listens.
         token: What a rank must know.
+        secret: What a rank may want to hear before it obeys.
     """
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, calls: Calls = CALLS, *, proves: bool = False) -> None:
         self.address = address
+        self.secret = secrets.token_hex(16)
+        self._proves = proves
+        self._calls = calls
         self.token = secrets.token_hex(16)
         self._lines: dict[int, Line] = {}
         self._changed = asyncio.Event()
@@ -292,9 +347,11 @@ class Exchange:
             _log.warning("a connection was refused: %s", error)
             writer.close()
             return
+        if self._proves:
+            _write(writer, Welcome(secret=self.secret))
         if (old := self._lines.get(hello.rank)) is not None:
             old.close()
-        self._lines[hello.rank] = Line(hello, reader, writer)
+        self._lines[hello.rank] = Line(hello, reader, writer, self._calls)
         self._changed.set()
 
     async def all_lines(self, timeout: float) -> list[Line]:
@@ -306,6 +363,8 @@ class Exchange:
         try:
             async with asyncio.timeout(timeout):
                 while not self.lines:
+                    if self._closed:
+                        raise ConnectError("nobody waits for the engine's ranks any more")
                     self._changed.clear()
                     await self._changed.wait()
         except TimeoutError as error:
@@ -314,13 +373,18 @@ class Exchange:
             ) from error
         return self.lines
 
-    def close(self) -> None:
-        """Hang up, and listen no more. Does not wait."""
+    def listen_no_more(self) -> None:
+        """Let nobody else connect. Does not wait."""
         self._closed = True
-        for line in self._lines.values():
-            line.close()
+        self._changed.set()
         if self._server is not None:
             self._server.close()
+
+    def close(self) -> None:
+        """Hang up, and listen no more. Does not wait."""
+        self.listen_no_more()
+        for line in self._lines.values():
+            line.close()
 
 
 async def answer_calls(
@@ -340,6 +404,32 @@ async def answer_calls(
     """
     reader, writer = await asyncio.open_connection(address, port)
     connected(writer.get_extra_info("sockname")[0])
+    await answer_over(rank, hello, reader, writer)
+
+
+async def answer_over(
+    rank: object,
+    hello: Hello,
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    calls: Calls = CALLS,
+    secret: str | None = None,
+    failed: Callable[[int, BaseException], None] = lambda number, error: None,
+    left: set[asyncio.Task[None]] | None = None,
+) -> None:
+    """:func:`answer_calls` over a connection that is there.
+
+    Args:
+        rank: Has the methods of the calls.
+        hello: Who it is.
+        reader: From the conductor.
+        writer: To it.
+        calls: What it answers; nothing else can be called.
+        secret: What the conductor must say first; None if it says nothing.
+        failed: Told the number of a call, and what it has raised.
+        left: Takes the calls that still run when the conductor hangs up, and are to run to their end; None if they are
+            to be cancelled.
+    """
     running: dict[int, asyncio.Task[None]] = {}
 
     def ended(number: int, task: asyncio.Task[None]) -> None:
@@ -347,17 +437,24 @@ async def answer_calls(
 
     async def answer(request: Request) -> None:
         try:
-            kind, returns = CALLS[request.method]
+            kind, returns = calls[request.method]
             value = await getattr(rank, request.method)(*decode(request.arguments, kind))
             said = Answer(number=request.number, value=b"" if returns is None else encode(value))
         except BaseException as error:
             if isinstance(error, asyncio.CancelledError | GeneratorExit | KeyboardInterrupt) and is_ours(error):
                 raise
+            failed(request.number, error)
             said = _told(request.number, error)
-        _write(writer, said)
+        if not writer.is_closing():  # else nobody waits for it any more
+            _write(writer, said)
 
     try:
         _write(writer, hello)
+        if secret is not None:
+            async with asyncio.timeout(HELLO_TIMEOUT):
+                welcome = await _read(reader, Welcome, MAX_HELLO)
+            if not secrets.compare_digest(welcome.secret.encode(), secret.encode()):
+                raise EngineError("it does not know the secret")
         while True:
             request = await _read(reader, Request)
             if request.method:
@@ -367,11 +464,15 @@ async def answer_calls(
                 cancelled.cancel()
     except (asyncio.IncompleteReadError, ConnectionError):
         pass  # the conductor has hung up
-    except (msgspec.DecodeError, EngineError) as error:
-        _log.warning("whoever listens at %s:%d is no conductor of ours: %s", address, port, error)
+    except (TimeoutError, msgspec.DecodeError, EngineError) as error:
+        _log.warning("whoever listens is no conductor of ours: %s", error)
     finally:
         for task in list(running.values()):
-            task.cancel()
-        writer.close()
+            if left is None:
+                task.cancel()
+            else:
+                left.add(task)
+                task.add_done_callback(left.discard)
+        _hang_up(writer)
         with suppress(OSError):
             await writer.wait_closed()

@@ -232,6 +232,17 @@ class ModuleEngine:
         """See :meth:`asyncsync.RolloutEngine.resume_generation`."""
         await self._asyncsync.resume_generation(epoch)
 
+    @cluster.once
+    @cluster.control
+    async def open_control_line(self, token: str, secret: str, port: int) -> bool:
+        """Answer a conductor's calls over a connection, too, until it hangs up. See :mod:`asyncsync.engines.line`."""
+        return await self._asyncsync.lines.open(self, token, secret, port)
+
+    @cluster.control
+    async def repeat_control_error(self, token: str, number: int) -> None:
+        """Raise what a call over such a connection has raised. See :mod:`asyncsync.engines.line`."""
+        self._asyncsync.lines.repeat_error(token, number)
+
     @cluster.control
     async def give_weights(self, order: UpdateOrder) -> EngineReceipt:
         """See :meth:`asyncsync.GivingEngine.give_weights`."""

@@ -26,6 +26,7 @@ from asyncsync.digests import Digests
 from asyncsync.engines.base import EngineReceipt
 from asyncsync.engines.binding import Binding, bind, local_tensors, module_shards
 from asyncsync.engines.gate import Generations
+from asyncsync.engines.line import AnsweredLines
 from asyncsync.engines.loading import InPlaceLoader, Installed, Loader, StagedLoader
 from asyncsync.engines.ranks import WITHIN_CLEANUP, also
 from asyncsync.engines.receiving import Receiver, Session
@@ -63,6 +64,7 @@ class ServedModule:
         generations: What reads the weights.
         record: What it knows of them.
         receiver: Takes new ones.
+        lines: Connections over which conductors call it.
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class ServedModule:
         self._worker = RenewedThread("asyncsync-receiver")
         self.record = WeightRecord(generations.bar)
         self.receiver = Receiver(self.record, self._worker, device=lambda: self._home.index)
+        self.lines = AnsweredLines()
         self._installed = Installed()
         self._stale_cache = False
         self._paused_for: int | None = None  # the epoch of the update it is paused for
