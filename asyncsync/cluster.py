@@ -85,7 +85,7 @@ def _actor_class(cls: type, options: dict[str, Any]) -> Any:
         raise TypeError(
             f"asyncsync.remote: {cls.__name__} includes neither asyncsync.ModuleEngine nor asyncsync.TrainerRank"
         )
-    groups = {CONTROL_GROUP: CONTROL_CONCURRENCY, **options.get("concurrency_groups", {})}
+    groups = {**options.get("concurrency_groups", {}), CONTROL_GROUP: CONTROL_CONCURRENCY}
     once_only = _marked(cls, _ONCE_MARK)
     namespace: dict[str, Any] = {
         name: _grouped(name, cls, method, {"max_task_retries": 0} if name in once_only else {})
