@@ -20,6 +20,7 @@ from asyncsync.digests import StreamingDigests
 
 _LARGE = 2**16  # bytes: a smaller tensor is packed with its neighbours
 _GROUP = 2**20  # bytes, at the most, that are packed together: they stay in the cache
+_HASHED = 2**18  # bytes that are hashed as soon as they were copied: source and target are in the nearest cache then
 _RAW_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 _SMALL = 64 * 2**10
@@ -157,8 +158,8 @@ def _copy_and_hash(
 ) -> None:
     nbytes = piece.stop - piece.start
     is_last = piece.stop == plan.specs[piece.tensor].nbytes
-    for start in range(0, nbytes, _GROUP):
-        stop = min(start + _GROUP, nbytes)
+    for start in range(0, nbytes, _HASHED):
+        stop = min(start + _HASHED, nbytes)
         offset = piece.offset + start
         # Asked for anew: to share a tensor with another process (share_memory(), a queue) moves its memory.
         _memmove_without_gil(base + offset, tensor.data_ptr() + piece.start + start, stop - start)

@@ -120,7 +120,7 @@ def test_packing_and_hashing_in_one_go_is_the_same(
     dtype: torch.dtype, bucket_size: int, are_known: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(packing, "_SMALL", 16)
-    monkeypatch.setattr(packing, "_GROUP", 40)  # a large tensor takes several steps, and the last is shorter
+    monkeypatch.setattr(packing, "_HASHED", 40)  # a large tensor takes several steps, and the last is shorter
     tensors = [random_tensor(torch.float64, (5,), seed=2), *kinds(dtype), torch.randn(40)]
     specs = [TensorSpec(f"t{index}", tensor.dtype, tuple(tensor.shape)) for index, tensor in enumerate(tensors)]
     specs[-1] = TensorSpec("converted", torch.bfloat16, (40,))
