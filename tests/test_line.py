@@ -114,6 +114,13 @@ def engine(ray_cluster: None) -> Iterator[Any]:
     ray.kill(actor)
 
 
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However busy the machine is."""
+    monkeypatch.setattr("asyncsync.engines.line.LINE_TIMEOUT", 60.0)
+    monkeypatch.setattr("asyncsync.engines.line.PATIENCE", 60.0)
+
+
 @pytest.fixture
 def through_ray(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The calls that went through Ray."""
