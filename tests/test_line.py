@@ -48,11 +48,13 @@ class LinedActor(EngineActor):
         super().__init__(ZOO)
         self._whims: set[str] = set()
         self._line: asyncio.Future[bool]
-        self._moments = {name: threading.Event() for name in ("pausing", "let go on", "paused")}
+        self._moments = {name: threading.Event() for name in ("pausing", "let go on", "paused", "cancelled")}
 
     async def hold(self, whims: set[str], *, staged: bool) -> None:
         """Serve anew."""
         self._whims = whims
+        for moment in self._moments.values():
+            moment.clear()
         asyncsync.ModuleEngine.__init__(self, ZOO(), staged=staged)
 
     async def open_control_line(self, token: str, secret: str, port: int) -> bool:
@@ -71,7 +73,11 @@ class LinedActor(EngineActor):
         """See :meth:`asyncsync.RolloutEngine.pause_generation`."""
         if "waits" in self._whims:
             self._moments["pausing"].set()
-            await asyncio.to_thread(self._moments["let go on"].wait)
+            try:
+                await asyncio.to_thread(self._moments["let go on"].wait)
+            except CancelledError:
+                self._moments["cancelled"].set()
+                raise
             self._moments["paused"].set()
         else:
             await super().pause_generation(epoch, policy)
@@ -224,17 +230,23 @@ async def test_who_opens_a_line_at_the_same_time_opens_one(engine: Any, through_
     assert await engine.hung_up.remote()
 
 
-async def test_who_hangs_up_while_a_line_is_opened_is_not_waited_for(
-    engine: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    await engine.hold.remote({"silent"}, staged=True)
-    waiting, all_lines = asyncio.Event(), Exchange.all_lines
+@pytest.fixture
+def waiting(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
+    """Set once somebody waits for an actor to connect."""
+    reached, all_lines = asyncio.Event(), Exchange.all_lines
 
     async def noted(self: Exchange, timeout: float) -> list[Line]:
-        waiting.set()
+        reached.set()
         return await all_lines(self, timeout)
 
     monkeypatch.setattr(Exchange, "all_lines", noted)
+    return reached
+
+
+async def test_who_hangs_up_while_a_line_is_opened_is_not_waited_for(
+    engine: Any, waiting: asyncio.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await engine.hold.remote({"silent"}, staged=True)
     monkeypatch.setattr("asyncsync.engines.line.LINE_TIMEOUT", 1000.0)
     line = ActorLine(engine)
     opening = asyncio.create_task(line.open())
@@ -242,6 +254,67 @@ async def test_who_hangs_up_while_a_line_is_opened_is_not_waited_for(
     line.close()
     await opening
     assert not line.is_open
+
+
+async def test_who_is_cancelled_while_a_line_is_opened_leaves_nothing(engine: Any, waiting: asyncio.Event) -> None:
+    await engine.hold.remote({"silent"}, staged=True)
+    before = listening()
+    line = ActorLine(engine)
+    opening = asyncio.create_task(line.open())
+    await waiting.wait()
+    opening.cancel()
+    with pytest.raises(CancelledError):
+        await opening
+    states = [line.is_open]
+    assert listening() == before
+    await engine.hold.remote(set(), staged=True)
+    await line.open()
+    assert [*states, line.is_open] == [False, True]
+    line.close()
+
+
+async def test_a_call_that_is_cancelled_is_cancelled_at_the_actor(engine: Any) -> None:
+    await engine.hold.remote({"waits"}, staged=True)
+    line = ActorLine(engine)
+    await line.open()
+    call = asyncio.create_task(line.call("pause_generation", 1, "drain"))
+    assert await engine.comes_to.remote("pausing")
+    call.cancel()
+    with pytest.raises(CancelledError):
+        await call
+    assert await engine.comes_to.remote("cancelled")
+    await engine.let_go_on.remote()
+    assert await line.call("resume_generation", 1) is None, "it is still there"
+    line.close()
+
+
+async def test_a_loop_that_is_closed_with_a_line_open_keeps_nobody_from_another(engine: Any) -> None:
+    await engine.hold.remote(set(), staged=True)
+    line = ActorLine(engine)
+
+    def leave_open() -> None:
+        loop = asyncio.new_event_loop()
+        loop.run_until_complete(line.open())
+        assert line._line is not None
+        loop.close()
+
+    await asyncio.to_thread(leave_open)
+    states = [line.is_open]
+    await line.open()
+    assert [*states, line.is_open] == [False, True]
+    line.close()
+
+
+async def test_the_group_of_control_calls_has_room_for_a_line_whatever_a_class_asks_for(ray_cluster: None) -> None:
+    engine = asyncsync.remote(num_cpus=0, concurrency_groups={"asyncsync": 1, "io": 1})(LinedActor).remote()
+    try:
+        await engine.hold.remote(set(), staged=True)
+        trainer = Zoo(1)
+        async with WeightSynchronizer(trainer, [engine]) as synchronizer:
+            await synchronizer.update_weights()
+            await assert_brought(engine, trainer)
+    finally:
+        ray.kill(engine)
 
 
 async def test_an_engine_that_joins_anew_and_one_that_is_let_go_of_leave_no_line(engine: Any) -> None:

@@ -12,13 +12,13 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import asyncsync
 from asyncsync import EngineState, WeightSynchronizer
 from asyncsync.engines import channel, http
 from asyncsync.engines.base import EngineReceipt
-from asyncsync.engines.channel import Exchange, Hello, Line, answer_calls
+from asyncsync.engines.channel import Exchange, Hello, Line, answer_calls, decode, encode
 from asyncsync.engines.http import HTTPServer
 from asyncsync.engines.vllm.clients import HTTPClient, client_for
 from asyncsync.engines.vllm.lines import LinedWorkers
@@ -556,6 +556,14 @@ async def test_a_line_carries_values_errors_and_cancellations() -> None:
     with pytest.raises(asyncsync.EngineError, match="rank 0 is gone"):
         await line.call("describe_engine")
     exchange.close()
+
+
+def test_what_is_no_message_is_refused_and_what_cannot_be_one_is_not_sent() -> None:
+    assert decode(encode(torch.bfloat16), torch.dtype) is torch.bfloat16
+    with pytest.raises(msgspec.ValidationError, match="'nn' is no dtype"):
+        decode(encode("nn"), torch.dtype)  # torch has it, and it is none
+    with pytest.raises(TypeError, match="Linear is not sent"):
+        encode(nn.Linear(1, 1))
 
 
 class UnspeakableError(Exception):

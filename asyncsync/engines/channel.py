@@ -111,13 +111,13 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 def _to_wire(value: object) -> object:
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
-    raise NotImplementedError(f"{type(value).__name__} is not sent")
+    raise TypeError(f"{type(value).__name__} is not sent")
 
 
 def _from_wire(kind: type, value: object) -> object:
     if kind is torch.dtype and isinstance(value, str) and isinstance(dtype := getattr(torch, value, None), torch.dtype):
         return dtype
-    raise NotImplementedError(f"{value!r} is no {kind.__name__}")
+    raise ValueError(f"{value!r} is no {kind.__name__}")
 
 
 def encode(value: object) -> bytes:
@@ -157,7 +157,8 @@ def _hang_up(writer: asyncio.StreamWriter) -> None:
     except OSError:
         pass  # the other side was faster
     finally:
-        writer.close()
+        with suppress(RuntimeError):  # its loop is closed
+            writer.close()
 
 
 def _told(number: int, error: BaseException) -> Answer:
@@ -267,8 +268,9 @@ class Line:
 
     def close(self) -> None:
         """Hang up. Does not wait."""
-        self._listening.cancel()
         _hang_up(self._writer)
+        with suppress(RuntimeError):  # its loop is closed
+            self._listening.cancel()
 
 
 def as_error(answer: Answer) -> AsyncSyncError:

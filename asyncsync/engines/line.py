@@ -130,10 +130,11 @@ class ActorLine:
         """Hang up. Does not wait."""
         exchange, held = self._exchange, self._held
         self._exchange = self._line = self._held = None
-        if held is not None:
-            held.cancel()
         if exchange is not None:
             exchange.close()
+        if held is not None:
+            with suppress(RuntimeError):  # its loop is closed
+                held.cancel()
 
 
 def _ended(exchange: Exchange, held: asyncio.Task[bool]) -> None:
