@@ -60,7 +60,10 @@ class LinedActor(EngineActor):
     async def open_control_line(self, token: str, secret: str, port: int) -> bool:
         """See :meth:`asyncsync.ModuleEngine.open_control_line`."""
         if "silent" in self._whims:
-            await asyncio.Event().wait()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self._moments["cancelled"].set()
         if "unreachable" in self._whims:
             port = 9  # where nobody listens
         if "doubtful" in self._whims:
@@ -267,6 +270,7 @@ async def test_who_is_cancelled_while_a_line_is_opened_leaves_nothing(engine: An
         await opening
     states = [line.is_open]
     assert listening() == before
+    assert await engine.comes_to.remote("cancelled")
     await engine.hold.remote(set(), staged=True)
     await line.open()
     assert [*states, line.is_open] == [False, True]
