@@ -64,7 +64,8 @@ def remote(*args: Any, **options: Any) -> Any:
 
     Works as ``@asyncsync.remote`` and as ``@asyncsync.remote(num_gpus=1, …)``; every option is passed on to
     ``ray.remote``. What it adds is a concurrency group named ``"asyncsync"``, in which the library's control methods
-    are answered at once even while a synchronous method of the actor runs. Other concurrency groups may be given too.
+    are answered at once even while a synchronous method of the actor runs. Other concurrency groups may be given too;
+    how many calls run at once in this one is the library's to say.
 
     Returns:
         The Ray actor class, or a decorator that makes it.
